@@ -1,0 +1,253 @@
+"""What the catalogue stores: one frozen record per key, and the keys themselves.
+
+Role: pure. Keys are bytes below the job's prefix, named by parent id so that renaming a directory changes
+one key however much lies below it:
+
+====================  ==============================================================
+``d/<parent>/<name>``  a name in a directory -> ``Dirent``
+``i/<fid>``            attributes, copies and PFS state of a file or directory -> ``Inode``
+``g/<fid>``            the published content of a file -> ``Generation`` (its revision is the order of publication)
+``t/<fid>``            mtime and ctime of a directory -> ``DirTimes`` (put blindly, never compared)
+``p/<opid>``           one pending change of the PFS -> ``Op`` (its creation revision is its order)
+``n/<node>``           a node's address and stores -> ``Node``
+``l/<node>``           a node's life: there while its lease is -> ``Life``
+``c/job``              what all nodes agree on -> ``Job``
+====================  ==============================================================
+
+``fid`` is a random multiple of 4096 below 2**62 in lower-case hexadecimal; the root's is 4096 ("1000").
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+FID_STEP = 4096
+ROOT_FID = 4096
+FORMAT_VERSION = 1
+
+
+class Record(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
+    """Base of all catalogue records: immutable, encoded as a msgpack array."""
+
+
+class Dirent(Record, tag="d"):
+    """A name: which file it is and of what kind (``f``, ``d``, ``l``, or ``p`` FIFO, ``s`` socket, ``c``/``b`` device)."""
+
+    fid: int
+    kind: str
+
+
+class Copy(Record):
+    """A whole copy of one generation outside the PFS. ``store`` is the identity of the staging or NVMe
+    directory that holds it: a node that comes back with another store does not hold it."""
+
+    node: str
+    store: str
+    tier: str  # "memory" or "nvme"
+    time_s: float
+
+
+class Synced(Record):
+    """Unpublished bytes that an fsync has made safe: what is published should the writer's node be lost."""
+
+    stage: str
+    size: int
+    digest: bytes
+    tree: bytes
+    copies: tuple[Copy, ...]
+
+
+class PfsCopy(Record):
+    """The generation that lies on the PFS, and what identifies it there (the base of a later one)."""
+
+    gen: int
+    time_s: float
+    ino: int
+    size: int
+    mtime_ns: int
+    hidden: str = ""  # a name below .cachexfs/, when it was withdrawn from its visible name
+
+
+class Inode(Record, tag="i"):
+    """Attributes and state of one file, directory, symlink or special file. Times in ns, sizes in bytes.
+
+    ``gen`` is the current generation (0: none, as for directories). ``writing`` is the node that has begun to
+    change published content and has not published it yet. ``t_returned_s`` and the like are seconds since
+    the epoch by the reference node's clock, 0 when the boundary is not reached.
+    """
+
+    kind: str
+    mode: int
+    uid: int
+    gid: int
+    atime_ns: int
+    mtime_ns: int
+    ctime_ns: int
+    size: int = 0
+    gen: int = 0
+    line: int = 0  # grows when a generation comes from another node than the one before: a new inode number
+    origin: str = ""
+    nlink: int = 1
+    rdev: int = 0
+    target: bytes = b""  # of a symlink
+    copies: tuple[Copy, ...] = ()
+    pfs: PfsCopy | None = None
+    writing: str = ""
+    synced: Synced | None = None
+    t_returned_s: float = 0.0
+    t_partner_s: float = 0.0
+    t_pfs_s: float = 0.0
+    error: str = ""
+    imported: bool = True  # directories: the PFS's listing has been taken over
+    xattrs: tuple[tuple[bytes, bytes], ...] = ()
+
+
+class Generation(Record, tag="g"):
+    """An immutable published content. ``stage`` names its bytes in every staging and NVMe directory that has
+    them; ``digest`` is xxh3_128 of the file, ``tree`` of its blocks' digests. ``open`` is set between a create
+    and the first FLUSH: the empty file is visible and not yet worth draining."""
+
+    gen: int
+    size: int
+    digest: bytes
+    tree: bytes
+    stage: str
+    origin: str
+    open: bool = False
+    conflict: str = ""  # the node whose generation this one replaced without having seen it
+
+
+class DirTimes(Record, tag="t"):
+    """Times of a directory, moved by every change of its entries."""
+
+    mtime_ns: int
+    ctime_ns: int
+
+
+class OpKind:
+    """The kinds of pending changes of the PFS (plain strings, as they are stored)."""
+
+    PUT = "put"
+    MKDIR = "mkdir"
+    RENAME = "rename"
+    UNLINK = "unlink"
+    RMDIR = "rmdir"
+    SYMLINK = "symlink"
+    MKNOD = "mknod"
+    LINK = "link"
+    ATTR = "attr"
+    DIRATTR = "dirattr"
+    WITHDRAW = "withdraw"
+
+
+class Op(Record, tag="p"):
+    """One pending change of the PFS, under the path of its own time (relative to the PFS directory).
+
+    ``owner`` is the node that carries it out while it lives. ``commit`` marks a commit operation, ``below`` the
+    directory whose earlier changes it waits for ("" is the root) and ``target`` a second one for pointers.
+    """
+
+    kind: str
+    path: bytes
+    owner: str
+    fid: int = 0
+    gen: int = 0
+    path2: bytes = b""
+    commit: bool = False
+    below: bytes = b""
+    target: bytes | None = None
+    cancelled: bool = False
+    size: int = 0
+
+
+class Node(Record, tag="n"):
+    """A member of the job. ``stores`` are the identities of its staging and NVMe directories."""
+
+    name: str
+    host: str
+    port: int
+    index: int
+    memory_store: str
+    nvme_store: str
+    domain: str = ""
+
+
+class Life(Record, tag="l"):
+    """There while the node's lease is alive."""
+
+    node: str
+    boot: str
+
+
+class Job(Record, tag="j"):
+    """What all nodes of a job agree on."""
+
+    version: int
+    root: int
+    clock_node: str
+    replicas: int
+
+
+AnyRecord = Dirent | Inode | Generation | DirTimes | Op | Node | Life | Job
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(AnyRecord)
+
+
+def encode(record: AnyRecord) -> bytes:
+    """Bytes of a record as the catalogue stores them."""
+    return _encoder.encode(record)
+
+
+def decode(data: bytes) -> AnyRecord:
+    """The record of stored bytes. Raises ``msgspec.DecodeError`` (a ``ValueError``) for anything else."""
+    return _decoder.decode(data)
+
+
+def dirent_prefix(parent: int) -> bytes:
+    """Common start of the keys of a directory's entries."""
+    return b"d/%x/" % parent
+
+
+def dirent_key(parent: int, name: bytes) -> bytes:
+    """Key of one name."""
+    return dirent_prefix(parent) + name
+
+
+def split_dirent_key(key: bytes) -> tuple[int, bytes]:
+    """Inverse of ``dirent_key``."""
+    _, parent, name = key.split(b"/", 2)
+    return int(parent, 16), name
+
+
+def inode_key(fid: int) -> bytes:
+    """Key of an ``Inode``."""
+    return b"i/%x" % fid
+
+
+def generation_key(fid: int) -> bytes:
+    """Key of a ``Generation``."""
+    return b"g/%x" % fid
+
+
+def times_key(fid: int) -> bytes:
+    """Key of a directory's ``DirTimes``."""
+    return b"t/%x" % fid
+
+
+def op_key(op_id: str) -> bytes:
+    """Key of an ``Op``; ``op_id`` sorts in the order in which one node issued its operations."""
+    return b"p/" + op_id.encode()
+
+
+def node_key(name: str) -> bytes:
+    """Key of a ``Node``."""
+    return b"n/" + name.encode()
+
+
+def life_key(name: str) -> bytes:
+    """Key of a ``Life``."""
+    return b"l/" + name.encode()
+
+
+JOB_KEY = b"c/job"

@@ -1,0 +1,357 @@
+"""A node's copy of the catalogue, and transactions computed on it.
+
+Role: pure. ``Replica`` holds every record of the job with the revisions that the catalogue gave it, and the
+indices that the filesystem reads: names by directory, parents, pending operations in order. A ``Tx`` is an
+optimistic transaction: a function reads through it and writes into it, and what it read becomes the
+conditions under which the catalogue accepts what it wrote. A function that raises ``FsError`` is undone,
+but what it had read is kept, so that a refusal is checked like a success.
+
+Concurrency: one task changes a replica (``apply``), any code of the trio thread reads it between two awaits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+
+from cachexfs.core.records import (
+    JOB_KEY,
+    AnyRecord,
+    Dirent,
+    DirTimes,
+    Generation,
+    Inode,
+    Job,
+    Life,
+    Node,
+    Op,
+    decode,
+    dirent_key,
+    generation_key,
+    inode_key,
+    life_key,
+    node_key,
+    split_dirent_key,
+    times_key,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A record with the revisions of its creation and last change."""
+
+    record: AnyRecord
+    created: int
+    modified: int
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """One key's new state at a revision; ``value`` None is a deletion."""
+
+    key: bytes
+    value: bytes | None
+    created: int
+    modified: int
+
+
+class Guard(Enum):
+    """What a transaction requires of a key: unchanged since read, still the same creation, an empty range."""
+
+    MODIFIED = "modified"
+    CREATED = "created"
+    EMPTY = "empty"
+
+
+@dataclass(slots=True)
+class Write:
+    """What a transaction asks of the catalogue.
+
+    ``guards`` maps (kind, key or prefix) to the revision required (0: must not exist; unused for EMPTY).
+    ``puts`` maps keys to bytes, None deletes. Order of application does not matter: keys are distinct.
+    """
+
+    guards: dict[tuple[Guard, bytes], int] = field(default_factory=dict)
+    puts: dict[bytes, AnyRecord | None] = field(default_factory=dict)
+
+    @property
+    def size(self) -> int:
+        """The larger of the number of conditions and of changes (an etcd limit applies to each)."""
+        return max(len(self.guards), len(self.puts))
+
+
+class Replica:
+    """All records of the job as of ``revision``, with indices."""
+
+    def __init__(self) -> None:
+        self.revision = 0
+        self._entries: dict[bytes, Entry] = {}
+        self._children: dict[int, dict[bytes, Dirent]] = {}
+        self._parents: dict[int, dict[tuple[int, bytes], None]] = {}
+        self._ops: dict[bytes, Entry] = {}
+        self._nodes: dict[str, Node] = {}
+        self._lives: dict[str, Life] = {}
+
+    # ---- reading
+    def entry(self, key: bytes) -> Entry | None:
+        """Record and revisions of a key."""
+        return self._entries.get(key)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def items(self) -> Iterable[tuple[bytes, Entry]]:
+        """All keys with their entries (for snapshots)."""
+        return self._entries.items()
+
+    def inode(self, fid: int) -> Inode | None:
+        """Attributes of a file id."""
+        found = self._entries.get(inode_key(fid))
+        return found.record if found and isinstance(found.record, Inode) else None
+
+    def generation(self, fid: int) -> Generation | None:
+        """Published content of a file id."""
+        found = self._entries.get(generation_key(fid))
+        return found.record if found and isinstance(found.record, Generation) else None
+
+    def published_at(self, fid: int) -> int:
+        """Revision at which the current generation was published, 0 without one."""
+        found = self._entries.get(generation_key(fid))
+        return found.modified if found else 0
+
+    def dir_times(self, fid: int) -> DirTimes | None:
+        """Times of a directory."""
+        found = self._entries.get(times_key(fid))
+        return found.record if found and isinstance(found.record, DirTimes) else None
+
+    def lookup(self, parent: int, name: bytes) -> Dirent | None:
+        """The entry ``name`` of directory ``parent``."""
+        return self._children.get(parent, {}).get(name)
+
+    def children(self, parent: int) -> Mapping[bytes, Dirent]:
+        """The entries of a directory, in order of creation."""
+        return self._children.get(parent, {})
+
+    def names_of(self, fid: int) -> list[tuple[int, bytes]]:
+        """(parent, name) of each name of a file; empty once it is removed."""
+        return list(self._parents.get(fid, ()))
+
+    def ops(self) -> Iterator[tuple[bytes, Op, int]]:
+        """Pending PFS operations in visibility order: (key, operation, creation revision)."""
+        for key, entry in self._ops.items():
+            assert isinstance(entry.record, Op)
+            yield key, entry.record, entry.created
+
+    def op(self, key: bytes) -> Op | None:
+        """One pending operation."""
+        found = self._ops.get(key)
+        return found.record if found and isinstance(found.record, Op) else None
+
+    @property
+    def op_count(self) -> int:
+        """Number of pending PFS operations."""
+        return len(self._ops)
+
+    @property
+    def nodes(self) -> Mapping[str, Node]:
+        """The job's members that have registered."""
+        return self._nodes
+
+    def is_live(self, node: str) -> bool:
+        """Whether the node's lease is alive."""
+        return node in self._lives
+
+    @property
+    def lives(self) -> Mapping[str, Life]:
+        """Nodes whose lease is alive."""
+        return self._lives
+
+    @property
+    def job(self) -> Job | None:
+        """What the nodes agree on; None before the first node wrote it."""
+        found = self._entries.get(JOB_KEY)
+        return found.record if found and isinstance(found.record, Job) else None
+
+    # ---- changing
+    def apply(
+        self, revision: int, changes: Iterable[Change]
+    ) -> list[tuple[bytes, AnyRecord | None, AnyRecord | None]]:
+        """Take over the changes of one revision; returns (key, old, new) of each.
+
+        Raises ``ValueError`` for a value that is not a record or a revision that does not grow.
+        """
+        if revision < self.revision:
+            raise ValueError(f"revision {revision} after {self.revision}")
+        done = []
+        for change in changes:
+            old = self._entries.get(change.key)
+            new = None if change.value is None else decode(change.value)
+            if old is not None:
+                self._unindex(change.key, old.record, keep=new)
+            if new is None:
+                self._entries.pop(change.key, None)
+            else:
+                entry = Entry(new, change.created, change.modified)
+                self._entries[change.key] = entry
+                self._index(change.key, entry)
+            done.append((change.key, old.record if old else None, new))
+        self.revision = revision
+        return done
+
+    def _index(self, key: bytes, entry: Entry) -> None:
+        record = entry.record
+        if isinstance(record, Dirent):
+            parent, name = split_dirent_key(key)
+            self._children.setdefault(parent, {})[name] = record
+            self._parents.setdefault(record.fid, {})[parent, name] = None
+        elif isinstance(record, Op):
+            self._ops[key] = entry
+        elif isinstance(record, Node):
+            self._nodes[record.name] = record
+        elif isinstance(record, Life):
+            self._lives[record.node] = record
+
+    def _unindex(self, key: bytes, record: AnyRecord, keep: AnyRecord | None) -> None:
+        if isinstance(record, Dirent):
+            parent, name = split_dirent_key(key)
+            siblings = self._children.get(parent, {})
+            if keep is None:
+                siblings.pop(name, None)
+                if not siblings:
+                    self._children.pop(parent, None)
+            names = self._parents.get(record.fid, {})
+            names.pop((parent, name), None)
+            if not names:
+                self._parents.pop(record.fid, None)
+        elif keep is not None:
+            return  # replaced in place: the order of pending operations is that of their creation
+        elif isinstance(record, Op):
+            self._ops.pop(key, None)
+        elif isinstance(record, Node):
+            self._nodes.pop(record.name, None)
+        elif isinstance(record, Life):
+            self._lives.pop(record.node, None)
+
+
+class Tx:
+    """One optimistic transaction over a replica.
+
+    ``read_*`` methods guard what they return. ``mark``/``undo`` let several functions share a transaction: a
+    refused one takes its writes back and leaves its guards.
+    """
+
+    def __init__(self, view: Replica) -> None:
+        self.view = view
+        self.write = Write()
+        self._child_overlay: dict[int, dict[bytes, Dirent | None]] = {}
+
+    # ---- reading
+    def read(self, key: bytes) -> AnyRecord | None:
+        """The record of a key; the transaction holds only while it is unchanged."""
+        if key in self.write.puts:
+            return self.write.puts[key]
+        entry = self.view.entry(key)
+        self.write.guards[Guard.MODIFIED, key] = entry.modified if entry else 0
+        return entry.record if entry else None
+
+    def peek(self, key: bytes) -> AnyRecord | None:
+        """The record of a key, without a guard: its value may change before the transaction holds."""
+        if key in self.write.puts:
+            return self.write.puts[key]
+        entry = self.view.entry(key)
+        return entry.record if entry else None
+
+    def require_same(self, key: bytes) -> None:
+        """The transaction holds only while the key exists and has not been removed and made again."""
+        if key in self.write.puts:
+            return
+        entry = self.view.entry(key)
+        self.write.guards[Guard.CREATED, key] = entry.created if entry else 0
+
+    def require_empty(self, prefix: bytes) -> None:
+        """The transaction holds only while no key starts with ``prefix``."""
+        self.write.guards[Guard.EMPTY, prefix] = 0
+
+    def inode(self, fid: int) -> Inode | None:
+        """Guarded ``Inode``."""
+        record = self.read(inode_key(fid))
+        return record if isinstance(record, Inode) else None
+
+    def generation(self, fid: int) -> Generation | None:
+        """Guarded ``Generation``."""
+        record = self.read(generation_key(fid))
+        return record if isinstance(record, Generation) else None
+
+    def dirent(self, parent: int, name: bytes) -> Dirent | None:
+        """Guarded ``Dirent``."""
+        record = self.read(dirent_key(parent, name))
+        return record if isinstance(record, Dirent) else None
+
+    def children(self, parent: int) -> dict[bytes, Dirent]:
+        """Entries of a directory including this transaction's own changes, without a guard."""
+        found = dict(self.view.children(parent))
+        for name, record in self._child_overlay.get(parent, {}).items():
+            if record is None:
+                found.pop(name, None)
+            else:
+                found[name] = record
+        return found
+
+    def names_of(self, fid: int) -> list[tuple[int, bytes]]:
+        """(parent, name) pairs of a file, including this transaction's own changes."""
+        found = [
+            (p, n)
+            for p, n in self.view.names_of(fid)
+            if self._child_overlay.get(p, {}).get(n, _SAME) is _SAME
+        ]
+        for parent, names in self._child_overlay.items():
+            found += [(parent, n) for n, record in names.items() if record is not None and record.fid == fid]
+        return found
+
+    def ops(self) -> Iterator[tuple[bytes, Op]]:
+        """Pending operations including this transaction's own, in order, without a guard."""
+        for key, op, _ in self.view.ops():
+            current = self.write.puts.get(key, op)
+            if isinstance(current, Op):
+                yield key, current
+        for key, record in list(self.write.puts.items()):
+            if isinstance(record, Op) and self.view.op(key) is None:
+                yield key, record
+
+    # ---- writing
+    def put(self, key: bytes, record: AnyRecord) -> None:
+        """Set a key."""
+        self.write.puts[key] = record
+        if isinstance(record, Dirent):
+            parent, name = split_dirent_key(key)
+            self._child_overlay.setdefault(parent, {})[name] = record
+
+    def delete(self, key: bytes) -> None:
+        """Remove a key (nothing happens when it does not exist)."""
+        self.write.puts[key] = None
+        if key.startswith(b"d/"):
+            parent, name = split_dirent_key(key)
+            self._child_overlay.setdefault(parent, {})[name] = None
+
+    def mark(self) -> tuple[dict[bytes, AnyRecord | None], dict[int, dict[bytes, Dirent | None]]]:
+        """State to return to with ``undo``."""
+        return dict(self.write.puts), {k: dict(v) for k, v in self._child_overlay.items()}
+
+    def undo(self, mark: tuple[dict[bytes, AnyRecord | None], dict[int, dict[bytes, Dirent | None]]]) -> None:
+        """Take back all writes since ``mark``; guards stay."""
+        self.write.puts, self._child_overlay = mark
+
+
+_SAME = object()
+
+__all__ = [
+    "Change",
+    "Entry",
+    "Guard",
+    "Replica",
+    "Tx",
+    "Write",
+    "life_key",
+    "node_key",
+]

@@ -1,0 +1,192 @@
+"""The small interfaces through which the engine touches the world.
+
+Role: contracts. Each has one adaptor that is real and one that a simulation drives from a seed; the comments
+here are what both promise and what the contract suites test.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+from cachexfs.core.records import AnyRecord
+from cachexfs.core.replica import Replica, Tx
+
+T = TypeVar("T")
+
+#: Called in the trio thread, synchronously, after each applied revision: [(key, old, new), ...].
+Listener = Callable[[list[tuple[bytes, AnyRecord | None, AnyRecord | None]]], None]
+
+
+class Catalogue(Protocol):
+    """Who holds what, in which order things became visible, who is alive.
+
+    ``view`` is this node's replica: reads never block, and are as old as the last ``barrier``.
+    """
+
+    view: Replica
+
+    async def barrier(self) -> None:
+        """Afterwards ``view`` includes every mutation, of any node, that had returned when this was called.
+
+        Calls that arrive while an exchange is under way share the next one. Raises
+        ``CatalogueUnavailableError`` at the deadline (see ``outage``).
+        """
+        ...
+
+    async def mutate(self, function: Callable[[Tx], T]) -> T:
+        """Run ``function`` on a transaction and commit it; return its result once ``view`` includes the effect.
+
+        The function is synchronous, has no effect but through the ``Tx``, and may run several times. Applied
+        exactly once or not at all, also across lost connections. An ``FsError`` out of the function is raised
+        here after its reads were confirmed to be current. Functions queued at one node are applied in order;
+        they may share one exchange. Raises ``CatalogueUnavailableError``.
+        """
+        ...
+
+    def listen(self, listener: Listener) -> None:
+        """Call ``listener`` after every applied revision, in order."""
+        ...
+
+    @property
+    def outage_s(self) -> float:
+        """Seconds since the catalogue last answered while something waits for it; 0 when all is well."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """Bytes [offset, offset + length) of a file."""
+
+    offset: int
+    length: int
+
+
+class Peers(Protocol):
+    """The other nodes' daemons. Every call raises ``PeerError`` (protocol, authentication), ``OSError`` (network) or
+    ``trio.TooSlowError`` (deadline); none leaves a task behind. Nodes are named as in the catalogue."""
+
+    async def push(
+        self, node: str, stage: str, source_fd: int, blocks: Sequence[tuple[int, int, bytes]]
+    ) -> None:
+        """Send blocks (offset, length, xxh3_128 digest) of an open file to ``node``'s copy in progress of ``stage``.
+
+        Returns when the peer has received and checked them (not synced).
+        """
+        ...
+
+    async def commit(self, node: str, stage: str, manifest: bytes) -> str:
+        """Make the copy of ``stage`` durable as the manifest describes it; returns the store's identity.
+
+        The peer checks size and all block digests against what it received, fsyncs data and manifest and
+        their directory, then answers. A missing or wrong block raises ``PeerError`` naming it.
+        """
+        ...
+
+    async def read(self, node: str, stage: str, offset: int, length: int) -> bytes:
+        """Bytes of a copy that ``node`` holds in memory or on NVMe; short at the end of the file.
+
+        Raises ``FileNotFoundError`` when the node does not hold it.
+        """
+        ...
+
+    async def manifest(self, node: str, stage: str) -> bytes:
+        """The manifest of a copy that ``node`` holds. Raises ``FileNotFoundError``."""
+        ...
+
+    async def drop(self, node: str, stage: str) -> None:
+        """Tell ``node`` that its NVMe copy of ``stage`` is not needed any more."""
+        ...
+
+    async def ping(self, node: str) -> float:
+        """The peer's clock, seconds since the epoch, corrected by half the round trip."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class PfsAttrs:
+    """Attributes that a PFS operation sets: mode (permission bits), uid, gid (None: leave), times in ns."""
+
+    mode: int
+    uid: int | None
+    gid: int | None
+    atime_ns: int
+    mtime_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class PfsStat:
+    """What the PFS says of a path. ``kind`` as in ``Dirent``."""
+
+    kind: str
+    mode: int
+    uid: int
+    gid: int
+    size: int
+    ino: int
+    nlink: int
+    rdev: int
+    atime_ns: int
+    mtime_ns: int
+    ctime_ns: int
+    target: bytes = b""
+
+
+class Pfs(Protocol):
+    """The shared filesystem, touched by child processes only. Paths are relative to the PFS directory.
+
+    Each call takes ``deadline_s``; at the deadline the child is abandoned and replaced, and ``trio.TooSlowError``
+    is raised. Errors of the PFS are ``OSError``. Nothing here retries.
+    """
+
+    async def prepare(
+        self, source: str, hidden: str, attrs: PfsAttrs, record: bytes, deadline_s: float
+    ) -> None:
+        """Copy a local file to ``.cachexfs/tmp/<hidden>``, with its recovery record, and fsync both.
+
+        A temporary of that name is removed first, so that a late writer of an abandoned child does not touch
+        the new one. An error of fsync is final: the temporary is removed before it is raised.
+        """
+        ...
+
+    async def land(self, hidden: str, path: bytes, attrs: PfsAttrs, deadline_s: float) -> PfsStat:
+        """Rename a prepared file into place, set attributes, fsync the directory; returns the stat of the result."""
+        ...
+
+    async def run(
+        self, kind: str, path: bytes, path2: bytes, attrs: PfsAttrs | None, deadline_s: float
+    ) -> None:
+        """mkdir, rename, unlink, rmdir, symlink (path2: the target), attr, hide (path2: a hidden name), unhide."""
+        ...
+
+    async def stat(self, path: bytes, deadline_s: float) -> PfsStat:
+        """lstat."""
+        ...
+
+    async def listing(self, path: bytes, deadline_s: float) -> list[tuple[bytes, PfsStat]]:
+        """Names and stats of a directory, without ``.cachexfs``."""
+        ...
+
+    async def read(self, path: bytes, offset: int, length: int, deadline_s: float) -> bytes:
+        """Bytes of a file on the PFS."""
+        ...
+
+    async def statvfs(self, deadline_s: float) -> tuple[int, int, int, int, int]:
+        """(block size, blocks, free blocks, files, free files)."""
+        ...
+
+
+class Clock(Protocol):
+    """Time, so that a simulation can own it."""
+
+    def now_s(self) -> float:
+        """Seconds since the epoch by the reference node's clock (own clock plus the measured offset)."""
+        ...
+
+    def now_ns(self) -> int:
+        """The same in ns, for mtimes."""
+        ...
+
+
+Offload = Callable[..., Awaitable[object]]
