@@ -26,18 +26,18 @@ ROOT_FID = 4096
 FORMAT_VERSION = 1
 
 
-class Record(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
+class Record(msgspec.Struct, frozen=True, array_like=True):
     """Base of all catalogue records: immutable, encoded as a msgpack array."""
 
 
-class Dirent(Record, tag="d"):
+class Dirent(Record, frozen=True, tag="d"):
     """A name: which file it is and of what kind (``f``, ``d``, ``l``, or ``p`` FIFO, ``s`` socket, ``c``/``b`` device)."""
 
     fid: int
     kind: str
 
 
-class Copy(Record):
+class Copy(Record, frozen=True):
     """A whole copy of one generation outside the PFS. ``store`` is the identity of the staging or NVMe
     directory that holds it: a node that comes back with another store does not hold it."""
 
@@ -47,7 +47,7 @@ class Copy(Record):
     time_s: float
 
 
-class Synced(Record):
+class Synced(Record, frozen=True):
     """Unpublished bytes that an fsync has made safe: what is published should the writer's node be lost."""
 
     stage: str
@@ -57,7 +57,7 @@ class Synced(Record):
     copies: tuple[Copy, ...]
 
 
-class PfsCopy(Record):
+class PfsCopy(Record, frozen=True):
     """The generation that lies on the PFS, and what identifies it there (the base of a later one)."""
 
     gen: int
@@ -68,7 +68,7 @@ class PfsCopy(Record):
     hidden: str = ""  # a name below .cachexfs/, when it was withdrawn from its visible name
 
 
-class Inode(Record, tag="i"):
+class Inode(Record, frozen=True, tag="i"):
     """Attributes and state of one file, directory, symlink or special file. Times in ns, sizes in bytes.
 
     ``gen`` is the current generation (0: none, as for directories). ``writing`` is the node that has begun to
@@ -102,7 +102,7 @@ class Inode(Record, tag="i"):
     xattrs: tuple[tuple[bytes, bytes], ...] = ()
 
 
-class Generation(Record, tag="g"):
+class Generation(Record, frozen=True, tag="g"):
     """An immutable published content. ``stage`` names its bytes in every staging and NVMe directory that has
     them; ``digest`` is xxh3_128 of the file, ``tree`` of its blocks' digests. ``open`` is set between a create
     and the first FLUSH: the empty file is visible and not yet worth draining."""
@@ -117,7 +117,7 @@ class Generation(Record, tag="g"):
     conflict: str = ""  # the node whose generation this one replaced without having seen it
 
 
-class DirTimes(Record, tag="t"):
+class DirTimes(Record, frozen=True, tag="t"):
     """Times of a directory, moved by every change of its entries."""
 
     mtime_ns: int
@@ -140,7 +140,7 @@ class OpKind:
     WITHDRAW = "withdraw"
 
 
-class Op(Record, tag="p"):
+class Op(Record, frozen=True, tag="p"):
     """One pending change of the PFS, under the path of its own time (relative to the PFS directory).
 
     ``owner`` is the node that carries it out while it lives. ``commit`` marks a commit operation, ``below`` the
@@ -160,7 +160,7 @@ class Op(Record, tag="p"):
     size: int = 0
 
 
-class Node(Record, tag="n"):
+class Node(Record, frozen=True, tag="n"):
     """A member of the job. ``stores`` are the identities of its staging and NVMe directories."""
 
     name: str
@@ -172,14 +172,14 @@ class Node(Record, tag="n"):
     domain: str = ""
 
 
-class Life(Record, tag="l"):
+class Life(Record, frozen=True, tag="l"):
     """There while the node's lease is alive."""
 
     node: str
     boot: str
 
 
-class Job(Record, tag="j"):
+class Job(Record, frozen=True, tag="j"):
     """What all nodes of a job agree on."""
 
     version: int

@@ -174,9 +174,7 @@ class Replica:
         return found.record if found and isinstance(found.record, Job) else None
 
     # ---- changing
-    def apply(
-        self, revision: int, changes: Iterable[Change]
-    ) -> list[tuple[bytes, AnyRecord | None, AnyRecord | None]]:
+    def apply(self, revision: int, changes: Iterable[Change]) -> list[tuple[bytes, AnyRecord | None, AnyRecord | None]]:
         """Take over the changes of one revision; returns (key, old, new) of each.
 
         Raises ``ValueError`` for a value that is not a record or a revision that does not grow.
@@ -300,11 +298,7 @@ class Tx:
 
     def names_of(self, fid: int) -> list[tuple[int, bytes]]:
         """(parent, name) pairs of a file, including this transaction's own changes."""
-        found = [
-            (p, n)
-            for p, n in self.view.names_of(fid)
-            if self._child_overlay.get(p, {}).get(n, _SAME) is _SAME
-        ]
+        found = [(p, n) for p, n in self.view.names_of(fid) if self._child_overlay.get(p, {}).get(n, _SAME) is _SAME]
         for parent, names in self._child_overlay.items():
             found += [(parent, n) for n, record in names.items() if record is not None and record.fid == fid]
         return found

@@ -67,9 +67,7 @@ class Peers(Protocol):
     """The other nodes' daemons. Every call raises ``PeerError`` (protocol, authentication), ``OSError`` (network) or
     ``trio.TooSlowError`` (deadline); none leaves a task behind. Nodes are named as in the catalogue."""
 
-    async def push(
-        self, node: str, stage: str, source_fd: int, blocks: Sequence[tuple[int, int, bytes]]
-    ) -> None:
+    async def push(self, node: str, stage: str, source_fd: int, blocks: Sequence[tuple[int, int, bytes]]) -> None:
         """Send blocks (offset, length, xxh3_128 digest) of an open file to ``node``'s copy in progress of ``stage``.
 
         Returns when the peer has received and checked them (not synced).
@@ -140,9 +138,7 @@ class Pfs(Protocol):
     is raised. Errors of the PFS are ``OSError``. Nothing here retries.
     """
 
-    async def prepare(
-        self, source: str, hidden: str, attrs: PfsAttrs, record: bytes, deadline_s: float
-    ) -> None:
+    async def prepare(self, source: str, hidden: str, attrs: PfsAttrs, record: bytes, deadline_s: float) -> None:
         """Copy a local file to ``.cachexfs/tmp/<hidden>``, with its recovery record, and fsync both.
 
         A temporary of that name is removed first, so that a late writer of an abandoned child does not touch
@@ -154,9 +150,7 @@ class Pfs(Protocol):
         """Rename a prepared file into place, set attributes, fsync the directory; returns the stat of the result."""
         ...
 
-    async def run(
-        self, kind: str, path: bytes, path2: bytes, attrs: PfsAttrs | None, deadline_s: float
-    ) -> None:
+    async def run(self, kind: str, path: bytes, path2: bytes, attrs: PfsAttrs | None, deadline_s: float) -> None:
         """mkdir, rename, unlink, rmdir, symlink (path2: the target), attr, hide (path2: a hidden name), unhide."""
         ...
 
