@@ -1,0 +1,442 @@
+"""How ``MountOptions`` come from defaults, a TOML file, the environment and flags.
+
+Role: parsed once, at the edge, by ``cachexfs mount``. Touches neither the PFS nor the mount point. No concurrency.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import os
+import re
+import socket
+import stat
+import tomllib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from cachexfs.cli.machine import is_local, listen_host, memory_limit_bytes
+from cachexfs.config import MountOptions, NodeAddress, default_runtime_dir, mount_id
+from cachexfs.core import hostlist, sizes
+from cachexfs.errors import UsageError
+
+SECRET_BYTES_MIN = 16
+MEMORY_BYTES_MIN = 1 << 20
+MEMORY_SHARE_DEFAULT = "25%"
+PORT_FIRST = 20000
+PORT_COUNT = 10000
+ENV_PREFIX = "CACHEXFS_"
+#: Environment variables with our prefix that are no options: other parts of the project read them.
+ENV_FOREIGN = ("CACHEXFS_TEST_", "CACHEXFS_DEMO_", "CACHEXFS_SLURM_", "CACHEXFS_BENCH_")
+#: Words of fstab(5) and mount(8) that say nothing to us.
+MOUNT_WORDS = frozenset(
+    (
+        *(
+            "rw",
+            "_netdev",
+            "nofail",
+            "user",
+            "users",
+            "owner",
+            "group",
+            "noauto",
+            "auto",
+            "defaults",
+            "nosuid",
+            "nodev",
+        ),
+        *("noatime", "relatime", "async", "exec", "noexec", "dev", "suid", "nodiratime", "strictatime"),
+    )
+)
+#: Where launchers leave the id of the job, in the order in which they are asked.
+JOB_VARIABLES = (
+    "SLURM_JOB_ID",
+    "PBS_JOBID",
+    "LSB_JOBID",
+    "FLUX_JOB_ID",
+    "OAR_JOB_ID",
+    "COBALT_JOBID",
+    "TORCHELASTIC_RUN_ID",
+)
+
+Value = str | bool
+"""An option before it is understood: text, or True for a bare word."""
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """One key: the field that it sets, how its text is understood, and what a bare word means."""
+
+    field: str
+    parse: Callable[[str], object]
+    bare: str | None = None
+
+
+def _path(text: str) -> str:
+    if not text:
+        raise UsageError("an empty path")
+    return os.path.abspath(os.path.expanduser(text))
+
+
+def _flag(text: str) -> bool:
+    word = text.lower()
+    if word in ("1", "on", "yes", "true"):
+        return True
+    if word in ("0", "off", "no", "false"):
+        return False
+    raise UsageError(f"'{text}' is neither on nor off")
+
+
+def _one_of(*words: str) -> Callable[[str], str]:
+    def parse(text: str) -> str:
+        if text in words:
+            return text
+        raise UsageError(f"'{text}' is none of {', '.join(words)}{nearest(text, words)}")
+
+    return parse
+
+
+def _count(low: int, high: int) -> Callable[[str], int]:
+    def parse(text: str) -> int:
+        if not text.isascii() or not text.isdigit() or not low <= int(text) <= high:
+            raise UsageError(f"'{text}' is not a whole number from {low} to {high}")
+        return int(text)
+
+    return parse
+
+
+def _seconds(low_s: float) -> Callable[[str], float]:
+    def parse(text: str) -> float:
+        seconds = sizes.parse_duration(text)
+        if seconds < low_s:
+            raise UsageError(f"'{text}' is shorter than {low_s:g} s")
+        return seconds
+
+    return parse
+
+
+def _memory(text: str) -> int:
+    size = sizes.parse_size(text, memory_limit_bytes())
+    if size < MEMORY_BYTES_MIN:
+        raise UsageError(f"'{text}' is less than {sizes.format_size(MEMORY_BYTES_MIN)}")
+    return size
+
+
+def _endpoints(text: str) -> tuple[str, ...]:
+    if text == "auto":
+        return ()
+    endpoints = tuple(hostlist.split_outside_brackets(text, ",; "))
+    for endpoint in endpoints:
+        _, port = hostlist.split_host_port(re.sub(r"^https?://", "", endpoint).rstrip("/"))
+        if not port:
+            raise UsageError(f"'{endpoint}' has no port: write auto, or host:port;host:port of the site's etcd")
+    return endpoints
+
+
+def _job(text: str) -> str:
+    return hostlist.check_name(text, "the job")
+
+
+def _read_lines(path: str, what: str) -> Iterator[str]:
+    try:
+        with open(path, encoding="utf-8") as file:
+            for line in file:
+                content = line.partition("#")[0].strip()
+                if content:
+                    yield content
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"cannot read the {what} file '{path}': {getattr(error, 'strerror', None) or error}") from None
+
+
+def _domains(text: str) -> dict[str, str]:
+    """``NODE DOMAIN`` a line (``NODE`` may be a host list, ``:`` or ``=`` may stand between the two)."""
+    domains: dict[str, str] = {}
+    for line in _read_lines(_path(text), "domains"):
+        match = re.fullmatch(r"(\S+?)\s*[\s:=]\s*(\S+)", line)
+        if not match:
+            raise UsageError(f"'{line}' in the domains file '{text}' is not NODE DOMAIN")
+        for name in hostlist.expand(match.group(1)):
+            domains[name] = hostlist.check_name(match.group(2), "the domain")
+    return domains
+
+
+OPTIONS: dict[str, Option] = {
+    "memory": Option("memory", _memory),
+    "staging": Option("staging", _path),
+    "nvme": Option("nvme", _path),
+    "nodes": Option("nodes", str),
+    "node": Option("node", str),
+    "job": Option("job", _job),
+    "domains": Option("domains", _domains),
+    "replicas": Option("replicas", _count(1, 8)),
+    "listen": Option("listen", hostlist.split_host_port),
+    "secret": Option("secret_file", _path),
+    "catalogue": Option("catalogue", _endpoints),
+    "node_timeout": Option("node_timeout_s", _seconds(0.5)),
+    "fsync": Option("fsync", _one_of("returned", "partner", "pfs")),
+    "route": Option("route", _one_of("partner", "direct", "auto")),
+    "drain_workers": Option("drain_workers", _count(1, 256)),
+    "drain_bandwidth": Option("drain_bandwidth", sizes.parse_rate),
+    "keep_fast": Option("keep_fast", _count(0, 1_000_000)),
+    "full_timeout": Option("full_timeout_s", _seconds(0)),
+    "fsync_timeout": Option("fsync_timeout_s", _seconds(0)),
+    "offline": Option("offline", _flag, "on"),
+    "verify": Option("verify", _flag, "on"),
+    "hide_xattrs": Option("hide_xattrs", _flag, "on"),
+    "passthrough": Option("passthrough", _one_of("auto", "on", "off"), "on"),
+    "supervisor": Option("supervisor", _one_of("auto", "on", "off"), "on"),
+    "allow_other": Option("allow_other", _flag, "on"),
+    "log_file": Option("log_file", _path),
+    "log_level": Option("log_level", _one_of("debug", "info", "warning", "error")),
+    "runtime_dir": Option("runtime_dir", _path),
+}
+
+
+def nearest(word: str, known: Sequence[str]) -> str:
+    """``: did you mean 'x'?`` for the known word that is nearest, or nothing."""
+    close = difflib.get_close_matches(word.lower(), known, 1, 0.5) if len(word) > 2 else []
+    return f": did you mean '{close[0]}'?" if close else ""
+
+
+def split_words(text: str) -> list[tuple[str, Value]]:
+    """(key, value) of ``a=1,b,nodes=n[1,2]``, without what mount(8) and fstab(5) add. Raises ``UsageError``."""
+    found: list[tuple[str, Value]] = []
+    for item in hostlist.split_outside_brackets(text, ","):
+        key, equals, value = item.partition("=")
+        if key == "ro":
+            raise UsageError(
+                "a read-only mount is not supported: leave 'ro' out (read the PFS directory itself instead)"
+            )
+        if key in MOUNT_WORDS or key.startswith(("x-", "X-", "comment")):
+            continue
+        found.append((key, value if equals else True))
+    return found
+
+
+def _known(key: str, source: str) -> Option:
+    option = OPTIONS.get(key)
+    if option is None:
+        hint = nearest(key, list(OPTIONS)) or ": see 'cachexfs mount --help' (nodes are separated by ';')"
+        raise UsageError(f"unknown option '{key}' {source}{hint}")
+    return option
+
+
+def _from_file(path: str) -> Iterator[tuple[str, str, str]]:
+    source = f"in '{path}'"
+    try:
+        with open(path, "rb") as file:
+            table = tomllib.load(file)
+    except OSError as error:
+        raise UsageError(f"cannot read the configuration '{path}': {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UsageError(f"'{path}' is not TOML: {error}") from None
+    for key, value in table.items():
+        _known(key, source)
+        if isinstance(value, bool):
+            yield key, "on" if value else "off", source
+        elif isinstance(value, int | float | str):
+            yield key, str(value), source
+        elif isinstance(value, list) and all(isinstance(item, str) for item in value):
+            yield key, ";".join(value), source
+        else:
+            raise UsageError(f"'{key}' {source} must be a string, a number, true, false or a list of strings")
+
+
+def _from_environment(environ: Mapping[str, str]) -> Iterator[tuple[str, str, str]]:
+    for variable in sorted(environ):
+        if not variable.startswith(ENV_PREFIX) or variable.startswith(ENV_FOREIGN) or variable == "CACHEXFS_CONFIG":
+            continue
+        key = variable.removeprefix(ENV_PREFIX).lower()
+        _known(key, f"in the environment variable {variable}")
+        if environ[variable] != "":
+            yield key, environ[variable], f"in the environment variable {variable}"
+
+
+def _from_flags(words: Sequence[tuple[str, Value]]) -> Iterator[tuple[str, str, str]]:
+    for key, value in words:
+        option = _known(key, "given with -o")
+        if isinstance(value, str):
+            yield key, value, "given with -o"
+        elif option.bare is None:
+            raise UsageError(f"option '{key}' needs a value: -o {key}=...")
+        else:
+            yield key, option.bare, "given with -o"
+
+
+def load_options(
+    pfs: str,
+    mountpoint: str,
+    flags: Sequence[str] = (),
+    config_file: str | None = None,
+    environ: Mapping[str, str] = os.environ,
+) -> MountOptions:
+    """The options of a mount: defaults < TOML file < environment ``CACHEXFS_*`` < ``flags`` (arguments of ``-o``).
+
+    The file is ``config_file``, else ``-o config=FILE``, else ``$CACHEXFS_CONFIG``. Everything is checked that can be
+    checked without touching the PFS or the mount point. Raises ``UsageError``.
+    """
+    words = [word for text in flags for word in split_words(text)]
+    named = [value for key, value in words if key == "config" and isinstance(value, str)]
+    words = [word for word in words if word[0] != "config"]
+    path = config_file or (named[-1] if named else environ.get("CACHEXFS_CONFIG"))
+    values: dict[str, object] = {}
+    raw = list(_from_file(path)) if path else []
+    for key, text, source in [*raw, *_from_environment(environ), *_from_flags(words)]:
+        option = OPTIONS[key]
+        try:
+            values[option.field] = option.parse(text)
+        except UsageError as error:
+            raise UsageError(f"option '{key}' {source}: {error}") from None
+    values.setdefault("memory", _memory(MEMORY_SHARE_DEFAULT))
+    return _resolve(values, _path(pfs), _path(mountpoint), environ)
+
+
+def _resolve(values: dict[str, object], pfs: str, mountpoint: str, environ: Mapping[str, str]) -> MountOptions:
+    addresses = _nodes(str(values.pop("nodes", "")))
+    node = _own_name(addresses, str(values.pop("node", "")), environ)
+    explicit_job = values.pop("job", None)
+    job = str(explicit_job) if explicit_job else _launcher_job(environ) or _derived_job(pfs, mountpoint, addresses)
+    addresses = _with_ports(addresses, derived_port(job))
+    listen = values.pop("listen", ("", 0))
+    assert isinstance(listen, tuple)
+    host, port = str(listen[0]), int(listen[1])
+    if len(addresses) > 1:
+        own = next(address for address in addresses if address.name == node)
+        host = host or listen_host(own, addresses)
+        port = port or own.port
+    values.setdefault("fsync", "partner" if len(addresses) > 1 else "pfs")
+    values["runtime_dir"] = values.get("runtime_dir") or default_runtime_dir(environ)
+    if not values.get("log_file"):
+        values["log_file"] = os.path.join(str(values["runtime_dir"]), mount_id(mountpoint, node) + ".log")
+    values |= {"pfs": pfs, "mountpoint": mountpoint, "nodes": addresses, "node": node, "job": job}
+    values |= {"listen_host": host, "listen_port": port}
+    options = msgspec.convert(values, MountOptions)
+    _check_together(options)
+    return options
+
+
+def _check_together(options: MountOptions) -> None:
+    if options.pfs == options.mountpoint or options.mountpoint.startswith(options.pfs.rstrip("/") + "/"):
+        raise UsageError(f"the mount point '{options.mountpoint}' lies in the PFS directory: choose another")
+    if options.pfs.startswith(options.mountpoint.rstrip("/") + "/"):
+        raise UsageError(f"the PFS directory lies below the mount point '{options.mountpoint}': choose another")
+    if options.secret_file is not None:
+        check_secret_file(options.secret_file)
+    if options.alone:
+        return
+    count = len(options.nodes)
+    if options.secret_file is None:
+        raise UsageError(
+            f"{count} nodes need a shared secret: create a file once (head -c 32 /dev/urandom), copy it to every node, "
+            "mode 0600, and give secret=FILE"
+        )
+    if options.nvme is None:
+        raise UsageError(
+            f"{count} nodes need nvme=DIR: a directory on this node's own disk, for replicas held for others"
+        )
+    if options.replicas >= count:
+        raise UsageError(
+            f"replicas={options.replicas} needs at least {options.replicas + 1} nodes, and there are {count}"
+        )
+
+
+def check_secret_file(path: str) -> None:
+    """Raise ``UsageError`` unless the file exists, only its owner and group may read it, and it is long enough."""
+    try:
+        status = os.stat(path)
+    except OSError as error:
+        raise UsageError(f"cannot read the secret '{path}': {error.strerror}") from None
+    if not stat.S_ISREG(status.st_mode):
+        raise UsageError(f"the secret '{path}' is not a regular file")
+    if status.st_mode & 0o007:
+        raise UsageError(
+            f"everybody can read the secret '{path}': chmod 600 it, and make a new one if others use this machine"
+        )
+    if not os.access(path, os.R_OK):
+        raise UsageError(f"cannot read the secret '{path}': it belongs to somebody else")
+    if status.st_size < SECRET_BYTES_MIN:
+        raise UsageError(f"the secret '{path}' has {status.st_size} bytes, at least {SECRET_BYTES_MIN} are needed")
+
+
+def _nodes(text: str) -> tuple[NodeAddress, ...]:
+    """Addresses of ``@FILE``, a host list, or items ``[NAME=]HOST[:PORT]``; port 0 when none is given."""
+    if text.startswith("@"):
+        text = ";".join(_read_lines(_path(text[1:]), "nodes"))
+        if not text:
+            raise UsageError("the nodes file names no node")
+    found: list[NodeAddress] = []
+    for item in hostlist.expand(text):
+        name, equals, place = item.rpartition("=")
+        host, port = hostlist.split_host_port(place)
+        if not host:
+            raise UsageError(f"'{item}' names no host")
+        found.append(NodeAddress(name if equals else host, host, port))
+    hosts = [address.name for address in found]
+    found = [
+        msgspec.structs.replace(address, name=f"{address.name}:{address.port}")
+        if hosts.count(address.name) > 1
+        else address
+        for address in found
+    ]
+    if len({address.name for address in found}) != len(found):
+        raise UsageError(f"two nodes have the same name in '{text}'")
+    for address in found:
+        hostlist.check_name(address.name, "the node")
+    return tuple(found)
+
+
+def _with_ports(addresses: tuple[NodeAddress, ...], port: int) -> tuple[NodeAddress, ...]:
+    filled = tuple(msgspec.structs.replace(address, port=address.port or port) for address in addresses)
+    taken: dict[tuple[str, int], str] = {}
+    for address in filled:
+        other = taken.setdefault((address.host, address.port), address.name)
+        if other != address.name:
+            raise UsageError(f"nodes '{other}' and '{address.name}' have one address: give each a port, host:port")
+    return filled
+
+
+def _own_name(addresses: tuple[NodeAddress, ...], given: str, environ: Mapping[str, str]) -> str:
+    names = [address.name for address in addresses]
+    host = socket.gethostname()
+    if not addresses:
+        return hostlist.check_name(given or host.partition(".")[0], "the node")
+    if given:
+        if given in names:
+            return given
+        raise UsageError(f"node '{given}' is not one of the nodes ({_some(names)}){nearest(given, names)}")
+    for wanted in (environ.get("SLURMD_NODENAME", ""), host, host.partition(".")[0]):
+        found = [a.name for a in addresses if wanted and wanted in (a.name, a.host)]
+        found = found or [
+            a.name for a in addresses if wanted and wanted in (a.name.partition(".")[0], a.host.partition(".")[0])
+        ]
+        if len(found) == 1:
+            return found[0]
+    found = [address.name for address in addresses if is_local(address.host)]
+    if len(found) == 1:
+        return found[0]
+    raise UsageError(f"this machine, '{host}', is not one of the nodes ({_some(names)}): give node=NAME")
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:4]) + (f", and {len(names) - 4} more" if len(names) > 4 else "")
+
+
+def _launcher_job(environ: Mapping[str, str]) -> str:
+    for variable in JOB_VARIABLES:
+        text = environ.get(variable, "")
+        if text and text != "none":
+            return hostlist.check_name(re.sub(r"[^A-Za-z0-9._:-]", "-", text), f"the job in {variable}")
+    return ""
+
+
+def _derived_job(pfs: str, mountpoint: str, addresses: Sequence[NodeAddress]) -> str:
+    """The same on all nodes of one mount: from the PFS directory, and the nodes or (alone) the mount point."""
+    rest = [f"{a.name}={a.host}:{a.port}" for a in addresses] if len(addresses) > 1 else [mountpoint]
+    return "m" + hashlib.sha256(os.fsencode("\0".join([pfs, *rest]))).hexdigest()[:15]
+
+
+def derived_port(job: str) -> int:
+    """The TCP port of a job's daemons on nodes that name none: 20000 to 29999."""
+    return PORT_FIRST + int.from_bytes(hashlib.sha256(b"port\0" + job.encode()).digest()[:4], "big") % PORT_COUNT

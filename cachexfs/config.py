@@ -1,0 +1,78 @@
+"""What a mount is told: ``MountOptions``, and where mounts are registered.
+
+Role: base layer, importable from anywhere. ``cachexfs.cli.options`` makes the options from flags, environment and
+file; the daemon gets them as JSON and believes them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Mapping
+
+import msgspec
+
+
+class NodeAddress(msgspec.Struct, frozen=True):
+    """A node of the job: its name, the address and the TCP port of its daemon."""
+
+    name: str
+    host: str
+    port: int
+
+
+class MountOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything that one mount is told. Sizes in bytes, rates in bytes/s, times in seconds, paths absolute."""
+
+    pfs: str
+    mountpoint: str
+    memory: int
+    staging: str | None = None
+    nvme: str | None = None
+    nodes: tuple[NodeAddress, ...] = ()
+    node: str = ""
+    job: str = ""
+    domains: dict[str, str] = {}
+    replicas: int = 1
+    listen_host: str = ""
+    listen_port: int = 0
+    secret_file: str | None = None
+    catalogue: tuple[str, ...] = ()
+    node_timeout_s: float = 10.0
+    fsync: str = "partner"
+    route: str = "auto"
+    drain_workers: int = 4
+    drain_bandwidth: int | None = None
+    keep_fast: int = 2
+    full_timeout_s: float = 45.0
+    fsync_timeout_s: float = 45.0
+    offline: bool = False
+    verify: bool = False
+    hide_xattrs: bool = False
+    passthrough: str = "auto"
+    supervisor: str = "auto"
+    allow_other: bool = False
+    log_file: str | None = None
+    log_level: str = "info"
+    runtime_dir: str = ""
+
+    @property
+    def alone(self) -> bool:
+        """One node, no partner."""
+        return len(self.nodes) <= 1
+
+
+def mount_id(mountpoint: str, node: str) -> str:
+    """What a mount is called in the runtime directory: 16 hexadecimal digits."""
+    return hashlib.sha256(os.fsencode(mountpoint) + b"\0" + os.fsencode(node)).hexdigest()[:16]
+
+
+def default_runtime_dir(environ: Mapping[str, str] = os.environ) -> str:
+    """Where the mounts of this user are registered, when the option ``runtime_dir`` does not say."""
+    if environ.get("CACHEXFS_RUNTIME_DIR"):
+        return os.path.abspath(environ["CACHEXFS_RUNTIME_DIR"])
+    if os.geteuid() == 0:
+        return "/run/cachexfs"
+    if environ.get("XDG_RUNTIME_DIR"):
+        return os.path.join(environ["XDG_RUNTIME_DIR"], "cachexfs")
+    return f"/tmp/cachexfs-{os.geteuid()}"
