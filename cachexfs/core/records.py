@@ -31,7 +31,7 @@ class Record(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Dirent(Record, frozen=True, tag="d"):
-    """A name: which file it is and of what kind (``f``, ``d``, ``l``, or ``p`` FIFO, ``s`` socket, ``c``/``b`` device)."""
+    """A name: which file it is and of what kind (``f``, ``d``, ``l``; ``p`` FIFO, ``s`` socket, ``c``, ``b``)."""
 
     fid: int
     kind: str
@@ -145,6 +145,7 @@ class Op(Record, frozen=True, tag="p"):
 
     ``owner`` is the node that carries it out while it lives. ``commit`` marks a commit operation, ``below`` the
     directory whose earlier changes it waits for ("" is the root) and ``target`` a second one for pointers.
+    ``stage`` and ``size`` say which bytes a PUT lands: exactly those, also when a later generation exists.
     """
 
     kind: str
@@ -158,6 +159,7 @@ class Op(Record, frozen=True, tag="p"):
     target: bytes | None = None
     cancelled: bool = False
     size: int = 0
+    stage: str = ""
 
 
 class Node(Record, frozen=True, tag="n"):
@@ -170,6 +172,7 @@ class Node(Record, frozen=True, tag="n"):
     memory_store: str
     nvme_store: str
     domain: str = ""
+    leaving: bool = False  # its user has asked for the unmount, and all its own data are on the PFS
 
 
 class Life(Record, frozen=True, tag="l"):

@@ -68,7 +68,8 @@ class Guard(Enum):
 class Write:
     """What a transaction asks of the catalogue.
 
-    ``guards`` maps (kind, key or prefix) to the revision required (0: must not exist; unused for EMPTY).
+    ``guards`` maps (kind, key or prefix) to the revision required (0: must not exist); for EMPTY to the last
+    revision at which a key of that range may have been made (0: there is none).
     ``puts`` maps keys to bytes, None deletes. Order of application does not matter: keys are distinct.
     """
 
@@ -89,7 +90,9 @@ class Replica:
         self._entries: dict[bytes, Entry] = {}
         self._children: dict[int, dict[bytes, Dirent]] = {}
         self._parents: dict[int, dict[tuple[int, bytes], None]] = {}
+        self._subdirs: dict[int, int] = {}
         self._ops: dict[bytes, Entry] = {}
+        self._ops_of: dict[int, dict[bytes, None]] = {}
         self._nodes: dict[str, Node] = {}
         self._lives: dict[str, Life] = {}
 
@@ -104,6 +107,12 @@ class Replica:
     def items(self) -> Iterable[tuple[bytes, Entry]]:
         """All keys with their entries (for snapshots)."""
         return self._entries.items()
+
+    def below(self, prefix: bytes) -> list[bytes]:
+        """Keys that start with ``prefix``. Quick for the names of a directory, else a walk through all keys."""
+        if prefix.startswith(b"d/") and prefix.count(b"/") == 2 and prefix.endswith(b"/"):
+            return [prefix + name for name in self._children.get(int(prefix[2:-1], 16), ())]
+        return [key for key in self._entries if key.startswith(prefix)]
 
     def inode(self, fid: int) -> Inode | None:
         """Attributes of a file id."""
@@ -147,6 +156,14 @@ class Replica:
         """One pending operation."""
         found = self._ops.get(key)
         return found.record if found and isinstance(found.record, Op) else None
+
+    def ops_of(self, fid: int) -> list[tuple[bytes, Op]]:
+        """Pending operations of one file id, oldest first."""
+        return [(key, op) for key in self._ops_of.get(fid, ()) if (op := self.op(key)) is not None]
+
+    def subdirs(self, parent: int) -> int:
+        """Number of directories in a directory."""
+        return self._subdirs.get(parent, 0)
 
     @property
     def op_count(self) -> int:
@@ -203,8 +220,11 @@ class Replica:
             parent, name = split_dirent_key(key)
             self._children.setdefault(parent, {})[name] = record
             self._parents.setdefault(record.fid, {})[parent, name] = None
+            if record.kind == "d":
+                self._subdirs[parent] = self._subdirs.get(parent, 0) + 1
         elif isinstance(record, Op):
             self._ops[key] = entry
+            self._ops_of.setdefault(record.fid, {})[key] = None
         elif isinstance(record, Node):
             self._nodes[record.name] = record
         elif isinstance(record, Life):
@@ -222,10 +242,16 @@ class Replica:
             names.pop((parent, name), None)
             if not names:
                 self._parents.pop(record.fid, None)
+            if record.kind == "d":
+                self._subdirs[parent] -= 1
         elif keep is not None:
             return  # replaced in place: the order of pending operations is that of their creation
         elif isinstance(record, Op):
             self._ops.pop(key, None)
+            of_file = self._ops_of.get(record.fid, {})
+            of_file.pop(key, None)
+            if not of_file:
+                self._ops_of.pop(record.fid, None)
         elif isinstance(record, Node):
             self._nodes.pop(record.name, None)
         elif isinstance(record, Life):
@@ -267,9 +293,20 @@ class Tx:
         entry = self.view.entry(key)
         self.write.guards[Guard.CREATED, key] = entry.created if entry else 0
 
-    def require_empty(self, prefix: bytes) -> None:
-        """The transaction holds only while no key starts with ``prefix``."""
-        self.write.guards[Guard.EMPTY, prefix] = 0
+    def require_empty(self, prefix: bytes) -> bool:
+        """Whether no key starts with ``prefix``; the transaction holds only while that answer does.
+
+        This transaction's own changes count: a directory whose last name it removes is empty.
+        """
+        if any(record is not None and key.startswith(prefix) for key, record in self.write.puts.items()):
+            return False
+        known = self.view.below(prefix)
+        witness = next((key for key in known if key not in self.write.puts), None)
+        if witness is None:
+            self.write.guards[Guard.EMPTY, prefix] = self.view.revision if known else 0
+            return True
+        self.read(witness)
+        return False
 
     def inode(self, fid: int) -> Inode | None:
         """Guarded ``Inode``."""
@@ -303,15 +340,13 @@ class Tx:
             found += [(parent, n) for n, record in names.items() if record is not None and record.fid == fid]
         return found
 
-    def ops(self) -> Iterator[tuple[bytes, Op]]:
-        """Pending operations including this transaction's own, in order, without a guard."""
-        for key, op, _ in self.view.ops():
-            current = self.write.puts.get(key, op)
-            if isinstance(current, Op):
-                yield key, current
-        for key, record in list(self.write.puts.items()):
-            if isinstance(record, Op) and self.view.op(key) is None:
-                yield key, record
+    def ops_of(self, fid: int) -> list[tuple[bytes, Op]]:
+        """Pending operations of a file id including this transaction's own, oldest first, each guarded."""
+        found = [(key, op) for key, _ in self.view.ops_of(fid) if isinstance(op := self.read(key), Op)]
+        for key, record in self.write.puts.items():
+            if isinstance(record, Op) and record.fid == fid and self.view.op(key) is None:
+                found.append((key, record))
+        return found
 
     # ---- writing
     def put(self, key: bytes, record: AnyRecord) -> None:

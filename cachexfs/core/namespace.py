@@ -1,0 +1,555 @@
+"""The changes of the namespace, each a function over a transaction.
+
+Role: pure. The filesystem calls these through ``Catalogue.mutate``; they read through the ``Tx`` (which turns
+reads into conditions), raise ``FsError`` as POSIX demands, and write records and the pending PFS operations
+that follow from the change. ``Ctx`` brings what is not in the catalogue: who, when, fresh ids.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+
+import msgspec
+
+from cachexfs.core.commitfiles import is_commit_name, is_pointer_name
+from cachexfs.core.order import parent_of
+from cachexfs.core.records import (
+    ROOT_FID,
+    Copy,
+    Dirent,
+    DirTimes,
+    Generation,
+    Inode,
+    Op,
+    OpKind,
+    dirent_key,
+    dirent_prefix,
+    generation_key,
+    inode_key,
+    op_key,
+    times_key,
+)
+from cachexfs.core.replica import Tx
+from cachexfs.errors import FsError
+
+NAME_BYTES_MAX = 255
+PATH_BYTES_MAX = 4096
+EMPTY_DIGEST = bytes.fromhex("99aa06d3014798d86001c324468d497f")  # xxh3_128 of no bytes
+
+#: (fid, generation) of a commit file -> relative names of its members, or None when not known (yet).
+MembersOf = Callable[[int, int], Collection[bytes] | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Ctx:
+    """What a change needs besides the catalogue. Times in ns and s of the reference clock."""
+
+    node: str
+    now_ns: int
+    now_s: float
+    next_op: Callable[[], str]
+    new_fid: Callable[[], int]
+    members_of: MembersOf = field(default=lambda fid, gen: None)
+
+
+@dataclass(frozen=True, slots=True)
+class NewAttrs:
+    """Attributes of something that is created."""
+
+    mode: int
+    uid: int
+    gid: int
+
+
+def path_of(tx: Tx, fid: int) -> bytes:
+    """Path of a file id relative to the mount, with conditions on every name of it.
+
+    Raises ENOENT when it has no name any more.
+    """
+    parts: list[bytes] = []
+    while fid != ROOT_FID:
+        names = tx.names_of(fid)
+        if not names or len(parts) > PATH_BYTES_MAX:
+            raise FsError(errno.ENOENT)
+        parent, name = names[0]
+        tx.read(dirent_key(parent, name))
+        parts.append(name)
+        fid = parent
+    return b"/".join(reversed(parts))
+
+
+def check_name(name: bytes) -> None:
+    """Raises ENAMETOOLONG, or EINVAL for a name that cannot be stored."""
+    if len(name) > NAME_BYTES_MAX:
+        raise FsError(errno.ENAMETOOLONG)
+    if not name or b"/" in name or b"\0" in name or name in (b".", b".."):
+        raise FsError(errno.EINVAL)
+
+
+def directory(tx: Tx, fid: int) -> Inode:
+    """The directory's record. The transaction requires that it is not removed, not that it is unchanged.
+
+    Raises ENOENT or ENOTDIR.
+    """
+    tx.require_same(inode_key(fid))
+    record = tx.peek(inode_key(fid))
+    if not isinstance(record, Inode):
+        raise FsError(errno.ENOENT)
+    if record.kind != "d":
+        raise FsError(errno.ENOTDIR)
+    return record
+
+
+def _join(parent: bytes, name: bytes) -> bytes:
+    return parent + b"/" + name if parent else name
+
+
+def _issue(tx: Tx, ctx: Ctx, op: Op) -> None:
+    tx.put(op_key(ctx.next_op()), op)
+
+
+def touch(tx: Tx, ctx: Ctx, fid: int) -> None:
+    """Move a directory's mtime, and remember that the PFS's follows when all below has landed."""
+    tx.put(times_key(fid), DirTimes(ctx.now_ns, ctx.now_ns))
+    tx.put(op_key(f"~{fid:x}"), Op(OpKind.DIRATTR, path_of(tx, fid), ctx.node, fid=fid))
+
+
+def _enter(tx: Tx, ctx: Ctx, parent: int, name: bytes, kind: str, attrs: NewAttrs) -> tuple[int, Inode]:
+    """Common part of all creations: checks, the entry, the parent's times. Raises EEXIST."""
+    check_name(name)
+    above = directory(tx, parent)
+    if tx.dirent(parent, name) is not None:
+        raise FsError(errno.EEXIST)
+    fid = ctx.new_fid()
+    mode, gid = attrs.mode & 0o7777, attrs.gid
+    if above.mode & stat.S_ISGID:
+        gid = above.gid
+        if kind == "d":
+            mode |= stat.S_ISGID
+    inode = Inode(kind, mode, attrs.uid, gid, ctx.now_ns, ctx.now_ns, ctx.now_ns)
+    tx.put(dirent_key(parent, name), Dirent(fid, kind))
+    tx.put(inode_key(fid), inode)
+    touch(tx, ctx, parent)
+    return fid, inode
+
+
+def create(tx: Tx, ctx: Ctx, parent: int, name: bytes, attrs: NewAttrs) -> tuple[int, Inode]:
+    """A new empty file, visible at once; its drain waits for the first FLUSH. Returns (fid, inode)."""
+    fid, inode = _enter(tx, ctx, parent, name, "f", attrs)
+    inode = msgspec.structs.replace(
+        inode, gen=1, origin=ctx.node, t_returned_s=ctx.now_s, t_partner_s=ctx.now_s if _clustered(tx) else 0.0
+    )
+    tx.put(inode_key(fid), inode)
+    empty = Generation(1, 0, EMPTY_DIGEST, EMPTY_DIGEST, "", ctx.node, open=True)
+    tx.put(generation_key(fid), empty)
+    return fid, inode
+
+
+def mkdir(tx: Tx, ctx: Ctx, parent: int, name: bytes, attrs: NewAttrs) -> tuple[int, Inode]:
+    """A new directory. Returns (fid, inode)."""
+    path = _join(path_of(tx, parent), name)
+    fid, inode = _enter(tx, ctx, parent, name, "d", attrs)
+    tx.put(times_key(fid), DirTimes(ctx.now_ns, ctx.now_ns))
+    _issue(tx, ctx, Op(OpKind.MKDIR, path, ctx.node, fid=fid))
+    tx.put(op_key(f"~{fid:x}"), Op(OpKind.DIRATTR, path, ctx.node, fid=fid))
+    return fid, inode
+
+
+def symlink(tx: Tx, ctx: Ctx, parent: int, name: bytes, target: bytes, attrs: NewAttrs) -> tuple[int, Inode]:
+    """A new symbolic link: a pointer, so it lands after what is at or below its target. Returns (fid, inode)."""
+    if not 0 < len(target) < PATH_BYTES_MAX:
+        raise FsError(errno.ENAMETOOLONG if target else errno.ENOENT)
+    above = path_of(tx, parent)
+    fid, inode = _enter(tx, ctx, parent, name, "l", attrs)
+    inode = msgspec.structs.replace(inode, mode=0o777, target=target, size=len(target))
+    tx.put(inode_key(fid), inode)
+    op = Op(
+        OpKind.SYMLINK, _join(above, name), ctx.node, fid=fid, path2=target, commit=True, below=above,
+        target=resolve(above, target),
+    )  # fmt: skip
+    _issue(tx, ctx, op)
+    return fid, inode
+
+
+def mknod(tx: Tx, ctx: Ctx, parent: int, name: bytes, kind: str, rdev: int, attrs: NewAttrs) -> tuple[int, Inode]:
+    """A FIFO, socket or device node (``kind`` p, s, c, b). Returns (fid, inode)."""
+    path = _join(path_of(tx, parent), name)
+    fid, inode = _enter(tx, ctx, parent, name, kind, attrs)
+    inode = msgspec.structs.replace(inode, rdev=rdev)
+    tx.put(inode_key(fid), inode)
+    _issue(tx, ctx, Op(OpKind.MKNOD, path, ctx.node, fid=fid))
+    return fid, inode
+
+
+def resolve(base: bytes, target: bytes) -> bytes | None:
+    """Where a relative link in directory ``base`` points, relative to the mount; None when it leads outside."""
+    if target.startswith(b"/"):
+        return None
+    parts: list[bytes] = base.split(b"/") if base else []
+    for part in target.split(b"/"):
+        if part == b"..":
+            if not parts:
+                return None
+            parts.pop()
+        elif part not in (b"", b"."):
+            parts.append(part)
+    return b"/".join(parts)
+
+
+def unlink(tx: Tx, ctx: Ctx, parent: int, name: bytes) -> int:
+    """Remove a name of something that is not a directory. Returns the file id. Raises ENOENT, EISDIR."""
+    directory(tx, parent)
+    entry = tx.dirent(parent, name)
+    if entry is None:
+        raise FsError(errno.ENOENT)
+    if entry.kind == "d":
+        raise FsError(errno.EISDIR)
+    above = path_of(tx, parent)
+    _withdraw_commits(tx, ctx, parent, above, name)
+    tx.delete(dirent_key(parent, name))
+    touch(tx, ctx, parent)
+    _remove_file(tx, ctx, entry.fid, _join(above, name))
+    return entry.fid
+
+
+def _remove_file(tx: Tx, ctx: Ctx, fid: int, path: bytes | None) -> None:
+    """Drop a file whose last name is gone: cancel its drains, remove it from the PFS (path None: it is replaced)."""
+    inode = tx.inode(fid)
+    if inode is None:
+        return
+    pending = tx.ops_of(fid)
+    for key, op in pending:
+        if op.kind == OpKind.PUT and not op.cancelled:
+            tx.put(key, msgspec.structs.replace(op, cancelled=True))
+    hidden = inode.pfs.hidden.encode() if inode.pfs is not None else b""
+    if path is not None and (inode.pfs is not None or pending):
+        op = Op(OpKind.UNLINK, path, ctx.node, fid=fid, path2=hidden, commit=True, below=parent_of(path))
+        _issue(tx, ctx, op)
+    elif hidden:
+        _issue(tx, ctx, Op(OpKind.UNLINK, b".cachexfs/held/" + hidden, ctx.node, fid=fid))
+    tx.delete(inode_key(fid))
+    if inode.gen:
+        tx.delete(generation_key(fid))
+
+
+def rmdir(tx: Tx, ctx: Ctx, parent: int, name: bytes) -> int:
+    """Remove an empty directory. Returns its file id. Raises ENOENT, ENOTDIR, ENOTEMPTY."""
+    directory(tx, parent)
+    entry = tx.dirent(parent, name)
+    if entry is None:
+        raise FsError(errno.ENOENT)
+    if entry.kind != "d":
+        raise FsError(errno.ENOTDIR)
+    above = path_of(tx, parent)
+    _require_empty(tx, entry.fid)
+    tx.delete(dirent_key(parent, name))
+    _remove_directory(tx, entry.fid)
+    touch(tx, ctx, parent)
+    op = Op(OpKind.RMDIR, _join(above, name), ctx.node, fid=entry.fid, commit=True, below=above)
+    _issue(tx, ctx, op)
+    return entry.fid
+
+
+def _require_empty(tx: Tx, fid: int) -> None:
+    if tx.children(fid):
+        raise FsError(errno.ENOTEMPTY)
+    tx.require_empty(dirent_prefix(fid))
+
+
+def _remove_directory(tx: Tx, fid: int) -> None:
+    tx.read(inode_key(fid))
+    tx.delete(inode_key(fid))
+    tx.delete(times_key(fid))
+    tx.delete(op_key(f"~{fid:x}"))
+
+
+RENAME_NOREPLACE = 1
+
+
+def rename(tx: Tx, ctx: Ctx, parent: int, name: bytes, parent2: int, name2: bytes, flags: int = 0) -> int | None:
+    """Rename a name, replacing what POSIX lets it replace. Returns the file id that lost its name, if any.
+
+    ``flags``: RENAME_NOREPLACE; others are refused with EINVAL. Raises ENOENT, EEXIST, EISDIR, ENOTDIR,
+    ENOTEMPTY, EINVAL (a directory into itself).
+    """
+    if flags & ~RENAME_NOREPLACE:
+        raise FsError(errno.EINVAL, "only RENAME_NOREPLACE is supported")
+    check_name(name2)
+    directory(tx, parent)
+    directory(tx, parent2)
+    entry = tx.dirent(parent, name)
+    if entry is None:
+        raise FsError(errno.ENOENT)
+    replaced = tx.dirent(parent2, name2)
+    if replaced is not None and flags & RENAME_NOREPLACE:
+        raise FsError(errno.EEXIST)
+    if replaced is not None and replaced.fid == entry.fid:
+        return None
+    above, above2 = path_of(tx, parent), path_of(tx, parent2)
+    old, new = _join(above, name), _join(above2, name2)
+    if entry.kind == "d" and (new + b"/").startswith(old + b"/"):
+        raise FsError(errno.EINVAL)
+    _check_replaceable(tx, entry, replaced)
+    present = entry.kind == "d" or _may_be_on_pfs(tx, entry.fid)
+    if entry.kind != "d":
+        _withdraw_commits(tx, ctx, parent, above, name)
+        if replaced is not None:
+            _withdraw_commits(tx, ctx, parent2, above2, name2)
+    if replaced is not None:
+        if replaced.kind == "d":
+            _remove_directory(tx, replaced.fid)
+        else:
+            _remove_file(tx, ctx, replaced.fid, None)
+    tx.delete(dirent_key(parent, name))
+    tx.put(dirent_key(parent2, name2), entry)
+    inode = tx.inode(entry.fid)
+    if inode is not None:
+        tx.put(inode_key(entry.fid), msgspec.structs.replace(inode, ctime_ns=ctx.now_ns))
+    touch(tx, ctx, parent)
+    if parent2 != parent:
+        touch(tx, ctx, parent2)
+    if present:
+        op = Op(
+            OpKind.RENAME, old, ctx.node, fid=entry.fid, path2=new, commit=True, below=above2,
+            target=above if above != above2 else None,
+        )  # fmt: skip
+        _issue(tx, ctx, op)
+    return replaced.fid if replaced is not None else None
+
+
+def _check_replaceable(tx: Tx, entry: Dirent, replaced: Dirent | None) -> None:
+    if replaced is None:
+        return
+    if replaced.kind == "d":
+        if entry.kind != "d":
+            raise FsError(errno.EISDIR)
+        _require_empty(tx, replaced.fid)
+    elif entry.kind == "d":
+        raise FsError(errno.ENOTDIR)
+
+
+def _may_be_on_pfs(tx: Tx, fid: int) -> bool:
+    inode = tx.inode(fid)
+    return inode is not None and (inode.pfs is not None or bool(tx.ops_of(fid)))
+
+
+def _withdraw_commits(tx: Tx, ctx: Ctx, parent: int, above: bytes, name: bytes) -> None:
+    """Before a member changes or goes: take the commit files that name it off the PFS.
+
+    They stay in the mount; ``restartable`` there follows from generations. A commit file whose members are not
+    known counts as naming everything beside it.
+    """
+    if is_commit_name(name):
+        return
+    for commit in _content_commits(tx, parent):
+        entry = tx.dirent(parent, commit)
+        if entry is None or entry.kind != "f":
+            continue
+        inode = tx.inode(entry.fid)
+        if inode is None or (inode.pfs is not None and inode.pfs.hidden):
+            continue
+        pending = [op.kind for _, op in tx.ops_of(entry.fid)]
+        if (pending and pending[-1] == OpKind.WITHDRAW) or (inode.pfs is None and not pending):
+            continue
+        members = ctx.members_of(entry.fid, inode.gen)
+        if members is None or name in members:
+            path = _join(above, commit)
+            _issue(tx, ctx, Op(OpKind.WITHDRAW, path, ctx.node, fid=entry.fid, gen=inode.gen))
+
+
+def _content_commits(tx: Tx, parent: int) -> list[bytes]:
+    """Commit files of a directory that list their members by name."""
+    return [
+        name
+        for name in tx.children(parent)
+        if name == b".metadata"
+        or name.endswith(b".index.json")
+        or (name.startswith(b"__") and name.endswith(b".metadata"))
+    ]
+
+
+def set_attrs(
+    tx: Tx, ctx: Ctx, fid: int, *, mode: int | None = None, uid: int | None = None, gid: int | None = None,
+    atime_ns: int | None = None, mtime_ns: int | None = None,
+) -> Inode:  # fmt: skip
+    """chmod, chown, utimens; what is None stays. Returns the new record. Raises ENOENT."""
+    inode = tx.inode(fid)
+    if inode is None:
+        raise FsError(errno.ENOENT)
+    times = tx.peek(times_key(fid))
+    new = msgspec.structs.replace(
+        inode,
+        mode=inode.mode if mode is None else mode & 0o7777,
+        uid=inode.uid if uid is None else uid,
+        gid=inode.gid if gid is None else gid,
+        atime_ns=inode.atime_ns if atime_ns is None else atime_ns,
+        mtime_ns=inode.mtime_ns if mtime_ns is None else mtime_ns,
+        ctime_ns=ctx.now_ns,
+    )
+    tx.put(inode_key(fid), new)
+    if inode.kind == "d":
+        old_mtime = times.mtime_ns if isinstance(times, DirTimes) else inode.mtime_ns
+        tx.put(times_key(fid), DirTimes(old_mtime if mtime_ns is None else mtime_ns, ctx.now_ns))
+        tx.put(op_key(f"~{fid:x}"), Op(OpKind.DIRATTR, path_of(tx, fid), ctx.node, fid=fid))
+        return new
+    pending = tx.ops_of(fid)
+    if (inode.pfs is not None or pending) and tx.names_of(fid):
+        path = path_of(tx, fid)
+        if not pending or pending[-1][1].kind != OpKind.ATTR or pending[-1][1].path != path:
+            _issue(tx, ctx, Op(OpKind.ATTR, path, ctx.node, fid=fid))
+    return new
+
+
+def begin_change(tx: Tx, ctx: Ctx, fid: int) -> None:
+    """Note that published content is being changed here: what names it stops being restartable."""
+    inode = tx.inode(fid)
+    if inode is not None and inode.writing != ctx.node:
+        tx.put(inode_key(fid), msgspec.structs.replace(inode, writing=ctx.node))
+
+
+@dataclass(frozen=True, slots=True)
+class Content:
+    """What a publication says of the bytes. ``target`` is where a tracker's content points, relative to the
+    mount; ``copies`` are those that are whole at this moment."""
+
+    size: int
+    digest: bytes
+    tree: bytes
+    stage: str
+    copies: tuple[Copy, ...]
+    mtime_ns: int
+    target: bytes | None = None
+
+
+def publish(tx: Tx, ctx: Ctx, fid: int, base_gen: int, content: Content) -> Inode | None:
+    """Make a new generation visible and issue its drain. None when the file was removed meanwhile.
+
+    The last publication wins; one whose base is not the current generation is marked as a conflict.
+    """
+    inode = tx.inode(fid)
+    before = tx.generation(fid)
+    names = tx.names_of(fid)
+    if inode is None or before is None or not names:
+        return None
+    path = path_of(tx, fid)
+    conflict = before.origin if before.gen != base_gen else ""
+    gen = before.gen + 1
+    moved = before.origin != ctx.node and not (before.gen == 1 and before.size == 0 and before.open)
+    new = msgspec.structs.replace(
+        inode,
+        size=content.size,
+        gen=gen,
+        origin=ctx.node,
+        line=inode.line + moved,
+        copies=content.copies,
+        writing="" if inode.writing in ("", ctx.node) else inode.writing,
+        synced=None,
+        mtime_ns=content.mtime_ns,
+        ctime_ns=ctx.now_ns,
+        t_returned_s=ctx.now_s,
+        t_partner_s=ctx.now_s if _at_partner(tx, content) else 0.0,
+        t_pfs_s=0.0,
+        error="",
+    )
+    tx.put(inode_key(fid), new)
+    tx.put(
+        generation_key(fid),
+        Generation(gen, content.size, content.digest, content.tree, content.stage, ctx.node, conflict=conflict),
+    )
+    parent, name = names[0]
+    if inode.pfs is not None or tx.ops_of(fid):
+        _withdraw_commits(tx, ctx, parent, parent_of(path), name)
+    _issue_put(tx, ctx, fid, path, gen, content)
+    return new
+
+
+def _issue_put(tx: Tx, ctx: Ctx, fid: int, path: bytes, gen: int, content: Content) -> None:
+    name = path.rpartition(b"/")[2]
+    commit = is_commit_name(name)
+    op = Op(
+        OpKind.PUT, path, ctx.node, fid=fid, gen=gen, commit=commit, below=parent_of(path) if commit else b"",
+        target=content.target if is_pointer_name(name) else None, size=content.size, stage=content.stage,
+    )  # fmt: skip
+    _issue(tx, ctx, op)
+
+
+def close_created(tx: Tx, ctx: Ctx, fid: int) -> None:
+    """The first FLUSH of a created file that nobody wrote to: the empty generation is worth draining now."""
+    before = tx.generation(fid)
+    if before is None or not before.open or not tx.names_of(fid):
+        return
+    tx.put(generation_key(fid), msgspec.structs.replace(before, open=False))
+    content = Content(0, EMPTY_DIGEST, EMPTY_DIGEST, "", (), 0)
+    _issue_put(tx, ctx, fid, path_of(tx, fid), before.gen, content)
+
+
+def _clustered(tx: Tx) -> bool:
+    job = tx.view.job
+    return job is not None and job.replicas > 0
+
+
+def _at_partner(tx: Tx, content: Content) -> bool:
+    job = tx.view.job
+    replicas = job.replicas if job is not None else 0
+    return replicas > 0 and (content.size == 0 or len({copy.node for copy in content.copies}) > replicas)
+
+
+def add_copy(tx: Tx, ctx: Ctx, fid: int, gen: int, copy: Copy) -> None:
+    """A partner has acknowledged a whole, synced copy of a generation."""
+    inode = tx.inode(fid)
+    if inode is None or inode.gen != gen:
+        return
+    copies = (*(c for c in inode.copies if (c.node, c.tier) != (copy.node, copy.tier)), copy)
+    job = tx.view.job
+    replicas = job.replicas if job is not None else 0
+    enough = len({c.node for c in copies if tx.view.is_live(c.node)}) > replicas >= 1
+    tx.put(
+        inode_key(fid),
+        msgspec.structs.replace(
+            inode, copies=copies, error="", t_partner_s=inode.t_partner_s or (ctx.now_s if enough else 0.0)
+        ),
+    )
+
+
+def drop_copies(tx: Tx, ctx: Ctx, fid: int, gen: int, gone: Collection[tuple[str, str]], error: str) -> None:
+    """Copies (node, store) turned out to be gone or bad: the boundary falls with its evidence, and says why."""
+    inode = tx.inode(fid)
+    if inode is None or inode.gen != gen:
+        return
+    copies = tuple(c for c in inode.copies if (c.node, c.store) not in gone)
+    if len(copies) != len(inode.copies):
+        tx.put(inode_key(fid), msgspec.structs.replace(inode, copies=copies, t_partner_s=0.0, error=error))
+
+
+def note_error(tx: Tx, ctx: Ctx, fid: int, error: str) -> None:
+    """Show the last error of replication or drain on a file; empty clears it."""
+    inode = tx.inode(fid)
+    if inode is not None and inode.error != error:
+        tx.put(inode_key(fid), msgspec.structs.replace(inode, error=error))
+
+
+def finish_op(tx: Tx, ctx: Ctx, key: bytes) -> Op | None:
+    """Remove a pending operation that landed or need not land. None when another node has done so."""
+    op = tx.read(key)
+    if not isinstance(op, Op):
+        return None
+    tx.delete(key)
+    return op
+
+
+def join_root(tx: Tx, ctx: Ctx, attrs: NewAttrs, imported: bool) -> None:
+    """The first node makes the root directory."""
+    if tx.inode(ROOT_FID) is None:
+        now = ctx.now_ns
+        inode = Inode("d", attrs.mode & 0o7777, attrs.uid, attrs.gid, now, now, now, imported=imported)
+        tx.put(inode_key(ROOT_FID), inode)
+        tx.put(times_key(ROOT_FID), DirTimes(now, now))
+
+
+def errno_name(code: int) -> str:
+    """Symbolic name and text of an errno, for messages."""
+    return f"{errno.errorcode.get(code, str(code))} ({os.strerror(code)})"

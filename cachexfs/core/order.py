@@ -1,0 +1,174 @@
+"""The order in which pending changes may land on the PFS (promise 3).
+
+Role: pure. ``PendingOrder`` mirrors the catalogue's pending operations and answers one question: which
+operation with a smaller revision must land before this one? Every node asks it of its own operations only and
+never waits for a larger revision, so waits cannot form a circle.
+
+- Changes of one path, or of a path and its ancestor, keep their order.
+- A rename or rmdir waits for earlier changes below its paths.
+- A commit operation waits for all earlier changes in or below its directory, a pointer also for those at or
+  below its target.
+- Everything in or below a directory waits for an earlier change of a ``*-unfinished`` name in it.
+
+Directory attributes (``DIRATTR``) are not ordered: they come when nothing in or below is pending.
+"""
+
+from __future__ import annotations
+
+from cachexfs.core.commitfiles import is_unfinished_marker
+from cachexfs.core.records import Op, OpKind
+
+Seq = tuple[int, bytes]  # (creation revision, key): the order of visibility
+
+
+def parent_of(path: bytes) -> bytes:
+    """Directory part of a relative path, empty for the root."""
+    return path.rpartition(b"/")[0]
+
+
+def ancestors(path: bytes) -> list[bytes]:
+    """All proper ancestors of a relative path, the root (empty) last."""
+    found = []
+    while path:
+        path = parent_of(path)
+        found.append(path)
+    return found
+
+
+class _Queue:
+    """Members in increasing order; smallest in amortised constant time."""
+
+    __slots__ = ("_head", "_items", "_live")
+
+    def __init__(self) -> None:
+        self._items: list[Seq] = []
+        self._live: set[Seq] = set()
+        self._head = 0
+
+    def add(self, seq: Seq) -> None:
+        if seq in self._live:
+            return
+        if self._items and seq < self._items[-1]:
+            self._items = sorted({*self._items[self._head :], seq})
+            self._head = 0
+        else:
+            self._items.append(seq)
+        self._live.add(seq)
+
+    def discard(self, seq: Seq) -> bool:
+        """Remove; returns whether the queue is now empty."""
+        self._live.discard(seq)
+        return not self._live
+
+    def first(self) -> Seq | None:
+        items, live = self._items, self._live
+        while self._head < len(items) and items[self._head] not in live:
+            self._head += 1
+        return items[self._head] if self._head < len(items) else None
+
+
+class PendingOrder:
+    """Index of pending operations by path."""
+
+    def __init__(self) -> None:
+        self._ops: dict[bytes, tuple[Seq, Op]] = {}
+        self._at: dict[bytes, _Queue] = {}
+        self._under: dict[bytes, _Queue] = {}
+        self._unfinished: dict[bytes, _Queue] = {}
+
+    def __len__(self) -> int:
+        return len(self._ops)
+
+    def add(self, key: bytes, created: int, op: Op) -> None:
+        """Take in a pending operation, or its changed record (its place stays that of its creation)."""
+        if key in self._ops:
+            self._ops[key] = (self._ops[key][0], op)
+            return
+        seq = (created, key)
+        self._ops[key] = (seq, op)
+        for table, path in self._places(op):
+            table.setdefault(path, _Queue()).add(seq)
+
+    def remove(self, key: bytes) -> None:
+        """Forget an operation that landed or was given up."""
+        found = self._ops.pop(key, None)
+        if found is None:
+            return
+        seq, op = found
+        for table, path in self._places(op):
+            queue = table.get(path)
+            if queue is not None and queue.discard(seq):
+                del table[path]
+
+    def blocker(self, key: bytes) -> bytes | None:
+        """Key of an operation that must land before ``key``; None when it may land now."""
+        found = self._ops.get(key)
+        if found is None:
+            return None
+        seq, op = found
+        if op.kind == OpKind.DIRATTR:
+            return self._first_of((self._under, op.path), (self._at, op.path), before=None)
+        for path in _paths(op):
+            first = self._first_of((self._at, path), before=seq)
+            for directory in ancestors(path) if first is None else ():
+                first = self._first_of((self._at, directory), (self._unfinished, directory), before=seq)
+                if first is not None:
+                    break
+            if first is None and op.kind in (OpKind.RENAME, OpKind.RMDIR):
+                first = self._first_of((self._under, path), before=seq)
+            if first is not None:
+                return first
+        if op.commit:
+            first = self._first_of((self._under, op.below), before=seq)
+            if first is None and op.target is not None:
+                first = self._first_of((self._under, op.target), (self._at, op.target), before=seq)
+            return first
+        return None
+
+    def pending_below(self, path: bytes) -> bool:
+        """Whether anything at or below a path is pending."""
+        return path in self._under or path in self._at
+
+    def commit_between(self, path: bytes, low: bytes, high: bytes) -> bool:
+        """Whether an operation between two pending ones waits for what ``low`` lands at ``path``."""
+        if low not in self._ops or high not in self._ops:
+            return True
+        start, end = self._ops[low][0], self._ops[high][0]
+        for seq, op in self._ops.values():
+            if not start < seq < end or op.kind == OpKind.DIRATTR:
+                continue
+            if any(_covers(p, path) or _covers(path, p) for p in _paths(op)):
+                return True
+            if op.commit and _covers(op.below, path):
+                return True
+            if op.target is not None and _covers(op.target, path):
+                return True
+        return False
+
+    def _first_of(self, *places: tuple[dict[bytes, _Queue], bytes], before: Seq | None) -> bytes | None:
+        for table, path in places:
+            queue = table.get(path)
+            first = queue.first() if queue is not None else None
+            if first is not None and (before is None or first < before):
+                return first[1]
+        return None
+
+    def _places(self, op: Op) -> list[tuple[dict[bytes, _Queue], bytes]]:
+        if op.kind == OpKind.DIRATTR:
+            return []
+        places: list[tuple[dict[bytes, _Queue], bytes]] = []
+        for path in _paths(op):
+            places.append((self._at, path))
+            places += [(self._under, directory) for directory in ancestors(path)]
+            if is_unfinished_marker(path.rpartition(b"/")[2]):
+                places.append((self._unfinished, parent_of(path)))
+        return places
+
+
+def _paths(op: Op) -> tuple[bytes, ...]:
+    return (op.path, op.path2) if op.kind == OpKind.RENAME else (op.path,)
+
+
+def _covers(directory: bytes, path: bytes) -> bool:
+    """Whether ``path`` is ``directory`` or lies below it."""
+    return not directory or path == directory or path.startswith(directory + b"/")
