@@ -1,0 +1,65 @@
+# CacheX FS. Each target sets up what it needs (system packages, .venv) on a bare Debian machine, once.
+#   make demo [ARGS="--ranks 32"]   several nodes on this machine: save, lose a node, restore
+#   make test [ARGS="-k drain"]     all tests          make check   format, lint, types, imports
+#   make bench, make bench-model    measurements       make install a copy in PREFIX (/opt/cachexfs), linked into the PATH
+SHELL := /bin/bash
+PY := .venv/bin/python
+PREFIX ?= /opt/cachexfs
+BINDIR ?= /usr/local/bin
+SBINDIR ?= /sbin
+ARGS ?=
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test check format bench bench-model install install-helpers clean system test-system venv
+
+help:
+	@sed -n 2,5p Makefile
+
+system:
+	@tools/setup.sh system
+
+test-system:
+	@tools/setup.sh test-system
+
+venv: system
+	@tools/setup.sh venv
+
+demo: venv
+	$(PY) -m cachexfs demo $(ARGS)
+
+test: test-system venv
+	$(PY) -m pytest $(ARGS)
+
+check: venv
+	.venv/bin/ruff format --check .
+	.venv/bin/ruff check .
+	.venv/bin/mypy
+	.venv/bin/lint-imports
+
+format: venv
+	.venv/bin/ruff format .
+	.venv/bin/ruff check --fix .
+
+bench: venv
+	$(PY) -m cachexfs bench $(ARGS)
+
+bench-model: venv
+	$(PY) -m cachexfs.model.bench $(ARGS)
+
+# For a cluster: PREFIX on a directory that all nodes see or have; without torch and without the tools of development.
+install: system
+	python3 -m venv $(PREFIX)
+	$(PREFIX)/bin/python -m pip install -q --upgrade .
+	mkdir -p $(BINDIR) $(PREFIX)/libexec
+	install -m 755 mount_helpers/slurm/prolog.sh mount_helpers/slurm/epilog.sh $(PREFIX)/libexec/
+	ln -sfn $(PREFIX)/bin/cachexfs $(BINDIR)/cachexfs
+	ln -sfn $(PREFIX)/bin/mount.cachexfs $(SBINDIR)/mount.cachexfs
+
+# For a developer: mount(8) finds this checkout.
+install-helpers: venv
+	ln -sfn $(CURDIR)/.venv/bin/cachexfs $(BINDIR)/cachexfs
+	ln -sfn $(CURDIR)/.venv/bin/mount.cachexfs $(SBINDIR)/mount.cachexfs
+
+clean:
+	rm -rf .venv .make build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache docs/_build
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
