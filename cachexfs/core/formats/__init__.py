@@ -1,0 +1,123 @@
+"""Checkpoint formats: which files must exist, and how long, before a checkpoint can be restarted from.
+
+Role: the registry. To add a format: a module with a class that satisfies ``base.Format``, its line in
+``FORMATS``, its commit file's name in ``core.commitfiles``, its tests (``docs/formats.md``). Pure; calls
+take up to seconds for large commit files, so they belong outside the event loop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from cachexfs.core.commitfiles import is_pointer_name, pointer_target
+from cachexfs.core.formats.base import (
+    Files,
+    Format,
+    FormatError,
+    Members,
+    Missing,
+    combine,
+    evaluate,
+    member_name,
+    prefixed,
+)
+from cachexfs.core.formats.dcp import Dcp
+from cachexfs.core.formats.deepspeed import DeepSpeed
+from cachexfs.core.formats.huggingface import Accelerate, HfIndex, HfTrainer
+from cachexfs.core.formats.megatron import Megatron
+from cachexfs.core.formats.single import LightningSharded, SingleFile
+
+__all__ = [
+    "FORMATS",
+    "Files",
+    "Format",
+    "FormatError",
+    "Members",
+    "Missing",
+    "combine",
+    "describe",
+    "evaluate",
+    "member_name",
+    "prefixed",
+    "recognise",
+]
+
+FORMATS: tuple[Format, ...] = (
+    DeepSpeed(),
+    Megatron(),
+    Dcp(),
+    LightningSharded(),
+    HfTrainer(),
+    HfIndex(),
+    Accelerate(),
+    SingleFile(),
+)
+"""In the order in which their commit files are tried; the first commit file stands for a combination."""
+
+
+def recognise(names: Collection[bytes]) -> list[tuple[Format, bytes]]:
+    """The formats and commit files in a directory whose listing is ``names``; all of them count.
+
+    ``single-file`` is there only when nothing else is.
+    """
+    listing = frozenset(names)
+    return [(known, commit) for known in FORMATS for commit in known.recognises(listing)]
+
+
+class Below:
+    """``Files`` of a sub-directory of another ``Files``."""
+
+    def __init__(self, files: Files, directory: bytes) -> None:
+        self._files = files
+        self._base = directory + b"/"
+
+    def names(self) -> list[bytes]:
+        base = self._base
+        return [name[len(base) :] for name in self._files.names() if name.startswith(base)]
+
+    def size(self, name: bytes) -> int | None:
+        return self._files.size(self._base + name)
+
+    def read(self, name: bytes, offset: int, length: int) -> bytes:
+        return self._files.read(self._base + name, offset, length)
+
+
+def describe(files: Files) -> Members | None:
+    """Everything that the checkpoint directory behind ``files`` asks for, or None when nothing in it is
+    recognised.
+
+    Sets in sub-directories (accelerate's ``pytorch_model_fsdp_0/`` and ``optimizer_0/``) are part of it;
+    beside a pointer file only those at or below its target. Raises ``FormatError``, its message beginning
+    with the commit file's path.
+    """
+    directories: dict[bytes, set[bytes]] = {b"": set()}
+    for name in files.names():
+        head, _, tail = name.rpartition(b"/")
+        directories.setdefault(head, set()).add(tail)
+    parts: list[Members] = []
+    targets: set[bytes] = set()
+    for known, commit in recognise(directories.pop(b"")):
+        if is_pointer_name(commit):
+            targets.add(pointer_target(commit, _content(files, commit)) or b"")
+        parts.append(_members(known, commit, files, b""))
+    for directory, listing in sorted(directories.items()):
+        if targets and not any(directory == t or directory.startswith(t + b"/") for t in targets if t):
+            continue
+        for known, commit in recognise(listing):
+            if not isinstance(known, SingleFile):
+                parts.append(prefixed(directory, _members(known, commit, Below(files, directory), directory)))
+    return combine(parts) if parts else None
+
+
+def _content(files: Files, name: bytes) -> bytes:
+    return files.read(name, 0, files.size(name) or 0)
+
+
+def _members(known: Format, commit: bytes, files: Files, directory: bytes) -> Members:
+    try:
+        data = _content(files, commit) if known.reads(commit) else b""
+        names = [name for name in files.names() if b"/" not in name]
+        return known.members(commit, data, names, files)
+    except FormatError as e:
+        path = directory + b"/" + commit if directory else commit
+        raise FormatError(f"{path.decode(errors='backslashreplace')}: {e}") from None

@@ -73,16 +73,16 @@ class Format(Protocol):
     """One framework's layout. Instances have no state; ``FORMATS`` lists them."""
 
     name: str
-    reads_commit: bool
-    """Whether ``members`` looks at ``data``. False: the caller passes ``b""`` (the file may be huge)."""
 
     def recognises(self, names: Collection[bytes]) -> list[bytes]:
-        """The commit files of this format among ``names`` (a listing of the directory), sorted."""
+        """The commit files of this format among ``names`` (a listing of the directory)."""
         ...
 
-    def members(
-        self, commit: bytes, data: bytes, names: Collection[bytes], files: Files | None = None
-    ) -> Members:
+    def reads(self, commit: bytes) -> bool:
+        """Whether ``members`` looks at ``data``. False: pass ``b""``, for the file may be huge."""
+        ...
+
+    def members(self, commit: bytes, data: bytes, names: Collection[bytes], files: Files | None = None) -> Members:
         """What ``commit``, whose whole content is ``data``, asks for.
 
         ``names`` is the listing of the checkpoint directory; a format that needs names further below
