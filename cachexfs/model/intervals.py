@@ -1,0 +1,70 @@
+"""Intervals: scales times factors that were calibrated on other systems.
+
+Role: turns a log sd into an interval that covers what it says. The normal quantile does not (docs/model.md
+section 4): level medians of a filesystem have heavy tails. ``FACTORS`` is computed by
+``python bench/bench_model.py --calibrate`` and can be computed again there. Pure.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from cachexfs.errors import UsageError
+from cachexfs.model.arrays import Floats
+
+FACTORS = {0.80: 1.35, 0.95: 3.0}
+"""Half width of the interval in log sd of one checkpoint (``Prediction.log_sd``)."""
+
+
+@dataclass(frozen=True)
+class Interval:
+    """Bounds in seconds."""
+
+    low_s: float
+    high_s: float
+
+    def holds(self, seconds: float) -> bool:
+        """True if ``seconds`` lies inside."""
+        return self.low_s <= seconds <= self.high_s
+
+
+def scaled_interval(log_median: float, log_sd: float, coverage: float) -> Interval:
+    """exp(log_median -+ factor * log_sd) [s]; ``coverage`` 0.80 or 0.95."""
+    if coverage not in FACTORS:
+        raise UsageError("intervals are calibrated for 0.80 and 0.95 only")
+    reach = FACTORS[coverage] * log_sd
+    return Interval(math.exp(log_median - reach), math.exp(min(log_median + reach, 700.0)))
+
+
+def conformal_factor(scaled: Floats, coverage: float) -> float:
+    """Split-conformal quantile: the ceil((n + 1) q)-th smallest |residual| / scale (inf if n is too small).
+
+    ``scaled`` (n,) absolute log residuals over their log sd. Source: Vovk et al. 2005; Lei et al. 2018.
+    """
+    values = np.sort(np.abs(scaled))
+    rank = math.ceil((values.size + 1) * coverage)
+    return float(values[rank - 1]) if rank <= values.size else math.inf
+
+
+def weighted_conformal_factor(scaled: Floats, weights: Floats, coverage: float) -> float:
+    """Quantile of |residual| / scale in which each system counts the same (``weights`` (n,) sum to 1)."""
+    order = np.argsort(np.abs(scaled))
+    cumulative = np.cumsum(weights[order])
+    index = int(np.searchsorted(cumulative, coverage * cumulative[-1]))
+    return float(np.abs(scaled)[order[min(index, order.size - 1)]])
+
+
+def empirical_band(residuals: Floats, coverage: float) -> tuple[float, float]:
+    """Lower and upper offsets [log] that leave (1 - coverage) / 2 of past one-step residuals on each side.
+
+    Ranks as for a new draw: k = (n + 1) (1 - coverage) / 2, interpolated between order statistics.
+    """
+    values = np.sort(residuals)
+    n = values.size
+    rank = max((n + 1) * (1.0 - coverage) / 2.0, 1.0)
+    low = float(np.interp(rank, np.arange(1, n + 1), values))
+    high = float(np.interp(n + 1 - rank, np.arange(1, n + 1), values))
+    return low, high
