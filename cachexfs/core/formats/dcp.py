@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 
 from cachexfs.core.formats.base import SIZE_BYTES_MAX, Files, FormatError, Members, member_name
 from cachexfs.core.formats.inert_pickle import DICT, INERT_KIND, Kept, Limits, read_pickle
+from cachexfs.core.formats.wholeness import probe_shard
 
 COMMIT = b".metadata"
 _RANK_COMMIT = re.compile(rb"__(0|[1-9][0-9]{0,5})\.metadata")
@@ -99,7 +100,7 @@ class _Collector:
         name = self.names.get(path)
         if name is None:
             name = self.names[path] = member_name(path)
-        return name, offset + length
+        return name, offset + length, length
 
 
 def _attributes(state: list[object]) -> dict[str, object]:
@@ -109,26 +110,64 @@ def _attributes(state: list[object]) -> dict[str, object]:
     return {str(key): value for key, value in zip(state[::2], state[1::2], strict=True)}
 
 
+@dataclass(slots=True)
+class _Extent:
+    """One member: the largest end of an item, the sum of their lengths (bytes), the items with bytes."""
+
+    end: int = 0
+    total: int = 0
+    items: int = 0
+
+    def packed(self) -> bool:
+        """Whether the items certainly lie one behind the other. torch's SAFETENSORS serialization gives
+        every item offset 0 and only its tensor's bytes, so that the file is longer than any end."""
+        return self.items > 1 and self.total <= self.end
+
+
 def needed_files(data: bytes, limits: Limits | None = None) -> dict[bytes, int]:
     """Relative path -> smallest sufficient size in bytes, from the bytes of a ``.metadata``.
 
     Raises ``FormatError`` for anything that is not a DCP metadata pickle within ``limits``.
     """
-    collector = _Collector()
-    top = read_pickle(data, admit, collector.keep, limits or Limits())
+    return {name: extent.end for name, extent in _extents(data, limits or Limits()).items()}
+
+
+def _extents(data: bytes, limits: Limits) -> dict[bytes, _Extent]:
+    top = read_pickle(data, admit, _Collector().keep, limits)
     if not isinstance(top, Kept) or top.kind != _METADATA:
         raise FormatError("a pickle, but not of DCP metadata")
     storage = top.value
     if not isinstance(storage, list) or len(storage) % 2:
         raise FormatError("DCP metadata without storage_data")
-    needs: dict[bytes, int] = {}
+    extents: dict[bytes, _Extent] = {}
     for info in storage[1::2]:
         if not isinstance(info, Kept) or not isinstance(info.value, tuple):
             raise FormatError("storage_data with an item that names no file")
-        name, end = info.value
-        if needs.get(name, -1) < end:
-            needs[name] = end
-    return needs
+        name, end, length = info.value
+        extent = extents.get(name)
+        if extent is None:
+            extent = extents[name] = _Extent()
+        if end > extent.end:
+            extent.end = end
+        extent.total += length
+        extent.items += length > 0
+    return extents
+
+
+def _needs(extents: dict[bytes, _Extent], files: Files | None) -> tuple[dict[bytes, int], bool, str | None]:
+    """(needs, exact, problem): the members' sizes, asking the files themselves where the items do not
+    tell."""
+    needs = {name: extent.end for name, extent in extents.items()}
+    exact, problems = True, []
+    for name, extent in extents.items():
+        if extent.packed():
+            continue
+        found = probe_shard(files, name)
+        needs[name] = max(needs[name], found.size_min)
+        exact = exact and found.exact
+        if found.problem is not None:
+            problems.append(f"{name.decode(errors='backslashreplace')}: {found.problem}")
+    return needs, exact, "; ".join(problems) or None
 
 
 class Dcp:
@@ -149,14 +188,14 @@ class Dcp:
     def members(self, commit: bytes, data: bytes, names: Collection[bytes], files: Files | None = None) -> Members:
         """Files and sizes that ``commit`` names. The lowest rank's ``__R.metadata`` also asks for those of
         all ranks up to the largest seen; how many ranks saved is written nowhere."""
-        needs = needed_files(data)
+        needs, exact, problem = _needs(_extents(data, Limits()), files)
         needs.pop(commit, None)
         if commit == COMMIT:
-            return Members(commit, needs, exact=True)
+            return Members(commit, needs, exact, "", problem)
         ranks = {int(found[1]) for name in names if (found := _RANK_COMMIT.fullmatch(name))}
         if ranks and commit == b"__%d.metadata" % min(ranks):
             for rank in range(max(ranks) + 1):
                 if (name := b"__%d.metadata" % rank) != commit:
                     needs.setdefault(name, 1)
-        note = f"per-rank metadata, {len(ranks)} of ?"
-        return Members(commit, needs, exact=True, note=note)
+                    exact = False
+        return Members(commit, needs, exact, f"per-rank metadata, {len(ranks)} of ?", problem)

@@ -50,6 +50,18 @@ def probe(files: Files | None, name: bytes) -> Probe:
     return Probe()
 
 
+def probe_shard(files: Files | None, name: bytes) -> Probe:
+    """What a DCP shard's own bytes say: a safetensors header, whatever the file is called, or a torch.save
+    archive, of which the metadata knows the exact length. ``size_min`` 0: nothing."""
+    size = files.size(name) if files is not None else None
+    if files is None or not size:
+        return Probe(size_min=0)
+    head = files.read(name, 0, _HEADER_LENGTH.size + 1)
+    if head.endswith(b"{") and len(head) > _HEADER_LENGTH.size:
+        return _probe_safetensors(files, name, size)
+    return Probe(size_min=0, exact=head.startswith(_ZIP_START))
+
+
 def load_json(data: bytes) -> object:
     """``data`` as JSON, within ``JSON_BYTES_MAX``. Raises ``FormatError`` only."""
     if len(data) > JSON_BYTES_MAX:
