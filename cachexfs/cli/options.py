@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import msgspec
 
 from cachexfs.cli.machine import is_local, listen_host, memory_limit_bytes
-from cachexfs.config import MountOptions, NodeAddress, default_runtime_dir, mount_id
+from cachexfs.config import MountOptions, NodeAddress, default_runtime_dir
 from cachexfs.core import hostlist, sizes
 from cachexfs.errors import UsageError
 
@@ -218,7 +218,7 @@ def split_words(text: str) -> list[tuple[str, Value]]:
 def _known(key: str, source: str) -> Option:
     option = OPTIONS.get(key)
     if option is None:
-        hint = nearest(key, list(OPTIONS)) or ": see 'cachexfs mount --help' (nodes are separated by ';')"
+        hint = nearest(key, list(OPTIONS)) or ": see 'cachexfs mount --help' (items of one value are separated by ';')"
         raise UsageError(f"unknown option '{key}' {source}{hint}")
     return option
 
@@ -308,8 +308,6 @@ def _resolve(values: dict[str, object], pfs: str, mountpoint: str, environ: Mapp
         port = port or own.port
     values.setdefault("fsync", "partner" if len(addresses) > 1 else "pfs")
     values["runtime_dir"] = values.get("runtime_dir") or default_runtime_dir(environ)
-    if not values.get("log_file"):
-        values["log_file"] = os.path.join(str(values["runtime_dir"]), mount_id(mountpoint, node) + ".log")
     values |= {"pfs": pfs, "mountpoint": mountpoint, "nodes": addresses, "node": node, "job": job}
     values |= {"listen_host": host, "listen_port": port}
     options = msgspec.convert(values, MountOptions)

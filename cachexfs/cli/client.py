@@ -1,0 +1,164 @@
+"""The client of a daemon's control socket.
+
+Role: every command but ``mount`` asks through it. One request on one connection: a JSON object on a line goes out,
+JSON objects on lines come back, the last with ``"done": true``. Every wait has a deadline; a daemon that does not
+answer is ``CannotTellError`` (exit 4), never a hang.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import TypeVar
+
+import msgspec
+
+from cachexfs.cli import mounts
+from cachexfs.cli.protocol import Line, Progress
+from cachexfs.errors import (
+    EXIT_CANNOT_TELL,
+    EXIT_NO,
+    EXIT_NOT_DURABLE,
+    EXIT_TIMEOUT,
+    EXIT_USAGE,
+    CacheXError,
+    CannotTellError,
+    NotDurableError,
+    TimedOutError,
+    UsageError,
+)
+
+ANSWER_TIMEOUT_S = 10.0
+LINE_BYTES_MAX = 64 << 20
+REQUEST_BYTES_MAX = 64 << 10
+
+T = TypeVar("T")
+
+
+class NoError(CacheXError):
+    """The answer is no."""
+
+    exit_code = EXIT_NO
+
+
+_BY_EXIT: Mapping[int, type[CacheXError]] = {
+    EXIT_NO: NoError,
+    EXIT_USAGE: UsageError,
+    EXIT_NOT_DURABLE: NotDurableError,
+    EXIT_CANNOT_TELL: CannotTellError,
+    EXIT_TIMEOUT: TimedOutError,
+}
+
+
+def _silent(entry: mounts.Entry, what: str) -> CannotTellError:
+    log = f"; its log is {entry.log}" if entry.log else ""
+    return CannotTellError(f"the daemon of {entry.mountpoint} (pid {entry.pid}) {what}{log}")
+
+
+def _lines(connection: socket.socket, entry: mounts.Entry, silence_s: float) -> Iterator[bytes]:
+    """Lines from the daemon; each may take ``silence_s``."""
+    buffer = bytearray()
+    deadline_s = time.monotonic() + silence_s
+    while True:
+        connection.settimeout(max(deadline_s - time.monotonic(), 0.001))
+        try:
+            data = connection.recv(1 << 16)
+        except TimeoutError:
+            raise _silent(entry, f"has not answered for {silence_s:g} s") from None
+        except OSError as error:
+            raise _silent(entry, f"broke the connection off ({error.strerror})") from None
+        if not data:
+            raise _silent(entry, "ended before it answered")
+        buffer += data
+        while (end := buffer.find(b"\n")) >= 0:
+            yield bytes(buffer[:end])
+            del buffer[: end + 1]
+            deadline_s = time.monotonic() + silence_s
+        if len(buffer) > LINE_BYTES_MAX:
+            raise _silent(entry, "sends nonsense")
+
+
+def _no_progress(_: Progress) -> None:
+    return None
+
+
+def ask_raw(
+    entry: mounts.Entry,
+    request: Mapping[str, object],
+    on_progress: Callable[[Progress], None] = _no_progress,
+    silence_s: float = ANSWER_TIMEOUT_S,
+) -> bytes:
+    """Send one request and return the last line; ``on_progress`` gets each report of progress.
+
+    ``silence_s`` bounds the wait for each line. Raises the ``CacheXError`` that the daemon's ``exit`` stands for, and
+    ``CannotTellError`` when it does not answer.
+    """
+    line = json.dumps(request).encode() + b"\n"
+    if len(line) > REQUEST_BYTES_MAX:
+        raise UsageError("the path is too long")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+        connection.settimeout(silence_s)
+        try:
+            connection.connect(entry.socket)
+            connection.sendall(line)
+        except (ConnectionRefusedError, FileNotFoundError):
+            raise dead(entry.mountpoint, entry) from None
+        except OSError as error:
+            raise _silent(entry, f"does not answer ({error.strerror or 'timed out'})") from None
+        for text in _lines(connection, entry, silence_s):
+            try:
+                answer = msgspec.json.decode(text, type=Line)
+            except ValueError:
+                raise _silent(entry, "sends nonsense") from None
+            if not answer.done:
+                on_progress(answer.progress or Progress())
+                continue
+            # "status" has an "error" too, further below; "exit" beside it marks a failed request.
+            if answer.error is not None and answer.exit is not None:
+                raise _BY_EXIT.get(answer.exit, CannotTellError)(answer.error)
+            return text
+    raise _silent(entry, "ended before it answered")
+
+
+def decode(entry: mounts.Entry, line: bytes, kind: type[T]) -> T:
+    """The typed answer of a last line."""
+    try:
+        return msgspec.json.decode(line, type=kind)
+    except ValueError as error:
+        raise _silent(entry, f"gave an answer that is not understood ({error})") from None
+
+
+def ask(
+    entry: mounts.Entry,
+    request: Mapping[str, object],
+    kind: type[T],
+    on_progress: Callable[[Progress], None] = _no_progress,
+    silence_s: float = ANSWER_TIMEOUT_S,
+) -> T:
+    """``ask_raw``, decoded as ``kind``."""
+    return decode(entry, ask_raw(entry, request, on_progress, silence_s), kind)
+
+
+class DeadDaemonError(CannotTellError):
+    """A mount is there and its daemon is not."""
+
+
+def dead(mountpoint: str, entry: mounts.Entry | None) -> DeadDaemonError:
+    """The error for a mount whose daemon is gone."""
+    log = f" (its log is {entry.log})" if entry and entry.log else ""
+    return DeadDaemonError(
+        f"the daemon of {mountpoint} is dead{log}: 'cachexfs mount' with the same options starts it again, "
+        "with all that is staged"
+    )
+
+
+def locate(path: str) -> tuple[mounts.Entry, str]:
+    """(daemon, path relative to its mount) of a path inside a mount. Raises ``CannotTellError`` otherwise."""
+    found = mounts.find(path)
+    if found is None:
+        raise CannotTellError(f"'{path}' is not inside a CacheX FS mount on this node: see 'cachexfs status'")
+    if found.entry is None:
+        raise dead(found.mount.mountpoint, None)
+    return found.entry, found.relative

@@ -1,0 +1,195 @@
+"""``cachexfs mount``: check everything that can be checked, start the daemon, wait until the mount answers.
+
+Role: the only command that starts a daemon. Anything wrong is one line before the daemon is started, where possible.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+
+import click
+import msgspec
+
+from cachexfs.cli import mounts
+from cachexfs.cli.mount_checks import check_directories, check_machine, clear_mountpoint, detach
+from cachexfs.cli.options import OPTIONS, load_options
+from cachexfs.cli.output import write_json
+from cachexfs.config import MountOptions, mount_id
+from cachexfs.errors import EXIT_DONE, CacheXError, CannotTellError, UsageError
+
+READY_TIMEOUT_S = 60.0
+STOP_TIMEOUT_S = 5.0
+
+
+class Ready(msgspec.Struct, frozen=True):
+    """The line that the daemon writes once its mount answers, or cannot."""
+
+    ok: bool
+    error: str = ""
+    exit: int = 4
+
+
+EPILOG = "Options (-o): " + ", ".join(OPTIONS) + ". They are described in cachexfs-mount(1)."
+
+
+@click.command("mount", epilog=EPILOG)
+@click.argument("pfs_dir")
+@click.argument("mountpoint")
+@click.option("-o", "words", multiple=True, metavar="OPT[=VALUE],...", help="Mount options; may be repeated.")
+@click.option("--config", "config_file", metavar="FILE", help="TOML file with the same keys.")
+@click.option("--foreground", is_flag=True, help="Stay attached to the daemon; it logs to stderr.")
+@click.option("--check", is_flag=True, help="Check the options and the directories, mount nothing.")
+@click.option("--timeout", "timeout_s", type=float, default=READY_TIMEOUT_S, show_default=True, metavar="SECONDS",
+              help="How long the mount may take until it answers.")  # fmt: skip
+@click.option("--json", "as_json", is_flag=True, help="Print the mount as a JSON object.")
+def command(
+    pfs_dir: str,
+    mountpoint: str,
+    words: tuple[str, ...],
+    config_file: str | None,
+    foreground: bool,
+    check: bool,
+    timeout_s: float,
+    as_json: bool,
+) -> int:
+    """Mount PFS_DIR at MOUNTPOINT on this node.
+
+    Returns once the mount answers. A mount point whose daemon is dead is replaced: with the same options nothing that
+    was staged is lost.
+    """
+    options = load_options(pfs_dir, mountpoint, words, config_file)
+    kernel_mounts, _ = mounts.read_mountinfo()
+    options = msgspec.structs.replace(options, mountpoint=mounts.resolve(options.mountpoint, kernel_mounts))
+    if options.log_file is None and not foreground:
+        name = mount_id(options.mountpoint, options.node) + ".log"
+        options = msgspec.structs.replace(options, log_file=os.path.join(options.runtime_dir, name))
+    check_machine(options)
+    clear_mountpoint(options.mountpoint, options.runtime_dir, change=not check)
+    check_directories(options, change=not check)
+    if check:
+        return EXIT_DONE
+    return _start(options, foreground, timeout_s, as_json)
+
+
+def _start(options: MountOptions, foreground: bool, timeout_s: float, as_json: bool) -> int:
+    try:
+        text = msgspec.json.encode(options)
+    except UnicodeEncodeError:
+        raise UsageError("paths given to mount must be UTF-8") from None
+    reader, writer = os.pipe()
+    log_fd = None
+    if options.log_file is not None:
+        try:
+            log_fd = os.open(options.log_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise UsageError(f"cannot write the log '{options.log_file}': {error.strerror}") from None
+    daemon = subprocess.Popen(
+        [sys.executable, "-P", "-m", "cachexfs.daemon", "--ready-fd", str(writer)],
+        stdin=subprocess.PIPE,
+        stdout=log_fd,
+        stderr=log_fd,
+        pass_fds=[writer],
+        cwd="/",
+        start_new_session=not foreground,
+    )
+    os.close(writer)
+    if log_fd is not None:
+        os.close(log_fd)
+    try:
+        _await_ready(daemon, text, reader, timeout_s, options)
+        entry = next((e for e in mounts.registry(options.runtime_dir) if e.pid == daemon.pid), None)
+        if as_json:
+            write_json(
+                {
+                    "mountpoint": options.mountpoint,
+                    "pfs": options.pfs,
+                    "node": options.node,
+                    "job": options.job,
+                    "pid": daemon.pid,
+                    "socket": entry.socket if entry else "",
+                    "log": options.log_file or "",
+                }
+            )
+    except BaseException:
+        _stop(daemon, options.mountpoint)
+        raise
+    finally:
+        os.close(reader)
+    if foreground:
+        return _attend(daemon)
+    daemon.returncode = 0  # it outlives us: keeps Popen from warning that it still runs
+    return EXIT_DONE
+
+
+def _await_ready(
+    daemon: subprocess.Popen[bytes], text: bytes, reader: int, timeout_s: float, options: MountOptions
+) -> None:
+    assert daemon.stdin is not None
+    with suppress(BrokenPipeError):  # it died: the end of the other pipe says so
+        daemon.stdin.write(text)
+        daemon.stdin.flush()
+    with suppress(BrokenPipeError):
+        daemon.stdin.close()
+    deadline_s = time.monotonic() + timeout_s
+    data = b""
+    log = f"; its log is {options.log_file}" if options.log_file else ""
+    while not data.endswith(b"\n"):
+        ready, _, _ = select.select([reader], [], [], max(deadline_s - time.monotonic(), 0))
+        if not ready:
+            raise CannotTellError(f"the mount has not answered for {timeout_s:g} s{log}")
+        part = os.read(reader, 1 << 16)
+        if not part:
+            break
+        data += part
+    try:
+        answer = msgspec.json.decode(data, type=Ready)
+    except ValueError:
+        said = _last_line(options.log_file)
+        raise CannotTellError(f"the daemon ended before it mounted{': ' + said if said else ''}{log}") from None
+    if not answer.ok:
+        error = CacheXError(answer.error)
+        error.exit_code = answer.exit
+        raise error
+
+
+def _last_line(path: str | None) -> str:
+    if path is None:
+        return ""
+    try:
+        with open(path, "rb") as file:
+            file.seek(max(os.fstat(file.fileno()).st_size - 4096, 0))
+            lines = [line.strip() for line in file.read().decode(errors="replace").splitlines()]
+    except OSError:
+        return ""
+    return next((line for line in reversed(lines) if line), "")
+
+
+def _stop(daemon: subprocess.Popen[bytes], mountpoint: str) -> None:
+    """End a daemon that did not become a mount, and what it may have mounted."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        if daemon.poll() is None:
+            daemon.send_signal(number)
+            with suppress(subprocess.TimeoutExpired):
+                daemon.wait(STOP_TIMEOUT_S)
+    if any(mount.mountpoint == mountpoint for mount in mounts.read_mountinfo()[0]):
+        with suppress(CannotTellError):
+            detach(mountpoint)
+
+
+def _attend(daemon: subprocess.Popen[bytes]) -> int:
+    """Stay until the daemon ends; SIGTERM and SIGHUP are passed on, Ctrl-C reaches it by itself."""
+
+    def pass_on(number: int, _: object) -> None:
+        daemon.send_signal(number)
+
+    signal.signal(signal.SIGTERM, pass_on)
+    signal.signal(signal.SIGHUP, pass_on)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    code = daemon.wait()
+    return code if code >= 0 else 128 - code

@@ -1,0 +1,181 @@
+"""What can be known to be wrong before a daemon is started: devices, directories, an old mount.
+
+Role: called by ``cachexfs mount``, in this order: ``check_machine``, ``clear_mountpoint``, ``check_directories``. Each raises
+``UsageError`` or ``CannotTellError`` with what to do. No concurrency; what may hang runs in a child.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import stat
+import subprocess
+from contextlib import suppress
+
+from cachexfs.cli import client, mounts
+from cachexfs.cli.child import run_in_child
+from cachexfs.cli.protocol import Pong
+from cachexfs.config import MountOptions
+from cachexfs.errors import CannotTellError, UsageError
+
+PFS_TIMEOUT_S = 10.0
+UMOUNT_TIMEOUT_S = 5.0
+FUSE_DEVICE = "/dev/fuse"
+
+
+def check_machine(options: MountOptions) -> None:
+    """Raise ``UsageError`` when this machine or this user cannot mount."""
+    try:
+        os.close(os.open(FUSE_DEVICE, os.O_RDWR | os.O_CLOEXEC))
+    except FileNotFoundError:
+        raise UsageError(
+            f"{FUSE_DEVICE} is missing: run 'modprobe fuse' as root; in a container, pass the device in "
+            "(docker run --device /dev/fuse --cap-add SYS_ADMIN)"
+        ) from None
+    except OSError as error:
+        raise UsageError(
+            f"cannot open {FUSE_DEVICE} ({error.strerror}): this user or container may not mount"
+        ) from None
+    if os.geteuid() == 0:
+        return
+    if shutil.which("fusermount3") is None:
+        raise UsageError("fusermount3 is missing, which mounts for users who are not root: install the package fuse3")
+    if options.allow_other and not _fuse_conf_allows_other():
+        raise UsageError("allow_other needs the line 'user_allow_other' in /etc/fuse.conf, or root")
+
+
+def _fuse_conf_allows_other() -> bool:
+    try:
+        with open("/etc/fuse.conf", encoding="utf-8", errors="replace") as file:
+            return any(line.strip() == "user_allow_other" for line in file)
+    except OSError:
+        return False
+
+
+def clear_mountpoint(mountpoint: str, runtime_dir: str, change: bool) -> None:
+    """Make sure that the mount point is an empty directory; take a dead mount of ours away.
+
+    The directory is not touched before it is known that no live daemon of ours answers for it. Raises ``UsageError``,
+    or ``CannotTellError`` when a daemon neither answers nor is dead.
+    """
+    mount = next((m for m in mounts.read_mountinfo()[0] if m.mountpoint == mountpoint), None)
+    if mount is not None:
+        entry = mounts.entry_of(mount, mounts.registry(runtime_dir))
+        if entry is not None:
+            with suppress(client.DeadDaemonError):
+                client.ask(entry, {"op": "ping"}, Pong)
+                raise UsageError(
+                    f"{mountpoint} is mounted already (pid {entry.pid}): 'cachexfs umount {mountpoint}' first"
+                )
+        elif not _answers_enotconn(mountpoint):
+            raise UsageError(f"{mountpoint} is mounted already, by a daemon that is not in {runtime_dir}")
+        if not change:
+            return
+        detach(mountpoint)
+    try:
+        names = os.listdir(mountpoint)
+    except FileNotFoundError:
+        raise UsageError(f"the mount point '{mountpoint}' does not exist: mkdir -p {mountpoint}") from None
+    except NotADirectoryError:
+        raise UsageError(f"the mount point '{mountpoint}' is not a directory") from None
+    except OSError as error:
+        raise UsageError(f"cannot use the mount point '{mountpoint}': {error.strerror}") from None
+    if names:
+        raise UsageError(
+            f"the mount point '{mountpoint}' is not empty: it would hide '{names[0]}'; use another directory"
+        )
+
+
+def _answers_enotconn(mountpoint: str) -> bool:
+    def probe() -> bool:
+        os.statvfs(mountpoint)
+        return False
+
+    try:
+        return run_in_child(probe, PFS_TIMEOUT_S)
+    except TimeoutError:
+        raise CannotTellError(
+            f"the mount at {mountpoint} does not answer and no daemon of it is known: 'umount -l {mountpoint}'"
+        ) from None
+    except OSError:
+        return True
+
+
+def detach(mountpoint: str) -> None:
+    """Take a mount away lazily, without waiting for its daemon. Raises ``CannotTellError``."""
+    commands = [["fusermount3", "-u", "-z", mountpoint], ["umount", "-l", mountpoint]]
+    if os.geteuid() == 0:
+        commands.reverse()
+    said = ""
+    for arguments in commands:
+        try:
+            done = subprocess.run(arguments, capture_output=True, text=True, check=False, timeout=UMOUNT_TIMEOUT_S)
+        except (OSError, subprocess.TimeoutExpired) as error:
+            said = str(error)
+            continue
+        if done.returncode == 0:
+            return
+        said = done.stderr
+    raise CannotTellError(f"cannot take the dead mount {mountpoint} away: {said}")
+
+
+def check_directories(options: MountOptions, change: bool) -> None:
+    """The PFS directory (in a child: it may hang), NVMe, staging and runtime directories. Raises ``UsageError``."""
+    if not options.offline:
+        _check_pfs(options.pfs)
+    for key, path in (("nvme", options.nvme), ("staging", options.staging)):
+        if path is None:
+            continue
+        for other in (options.pfs, options.mountpoint):
+            if path == other or path.startswith(other.rstrip("/") + "/"):
+                raise UsageError(f"{key}={path} lies in '{other}': give a directory on this node's own storage")
+        if change:
+            with suppress(OSError):
+                os.mkdir(path, 0o700)
+        _check_local(key, path, missing_is_well=not change and os.path.isdir(os.path.dirname(path)))
+    if change:
+        make_runtime_dir(options.runtime_dir)
+
+
+def _check_pfs(path: str) -> None:
+    def probe() -> tuple[bool, bool]:
+        return stat.S_ISDIR(os.stat(path).st_mode), os.access(path, os.R_OK | os.W_OK | os.X_OK)
+
+    try:
+        is_directory, is_usable = run_in_child(probe, PFS_TIMEOUT_S)
+    except FileNotFoundError:
+        raise UsageError(
+            f"the PFS directory '{path}' does not exist: create it, or check that the PFS is mounted"
+        ) from None
+    except TimeoutError:
+        raise CannotTellError(
+            f"the PFS directory '{path}' has not answered for {PFS_TIMEOUT_S:g} s: wait, or mount with -o offline"
+        ) from None
+    except OSError as error:
+        raise CannotTellError(f"cannot read the PFS directory '{path}': {error.strerror}") from None
+    if not is_directory:
+        raise UsageError(f"the PFS directory '{path}' is not a directory")
+    if not is_usable:
+        raise UsageError(f"no permission to write into the PFS directory '{path}'")
+
+
+def _check_local(key: str, path: str, missing_is_well: bool) -> None:
+    if missing_is_well and not os.path.exists(path):
+        return
+    if not os.path.exists(path):
+        raise UsageError(f"{key}={path} does not exist, nor the directory that it would be in: mkdir -p {path}")
+    if not os.path.isdir(path):
+        raise UsageError(f"{key}={path} is not a directory")
+    if not os.access(path, os.R_OK | os.W_OK | os.X_OK):
+        raise UsageError(f"no permission to write into {key}={path}")
+
+
+def make_runtime_dir(path: str) -> None:
+    """Create the runtime directory, or make sure that nobody else can have prepared it. Raises ``UsageError``."""
+    try:
+        os.makedirs(path, 0o755 if os.geteuid() == 0 else 0o700, exist_ok=True)
+        status = os.stat(path)
+    except OSError as error:
+        raise UsageError(f"cannot make the runtime directory '{path}': {error.strerror}") from None
+    if status.st_uid not in (0, os.geteuid()) or status.st_mode & 0o002:
+        raise UsageError(f"the runtime directory '{path}' is not ours alone: set CACHEXFS_RUNTIME_DIR to another")

@@ -1,0 +1,162 @@
+"""The mounts of this node: what the kernel says, what the registry says, and which one a path lies in.
+
+Role: reads /proc/self/mountinfo and the runtime directory, and never the mount itself: a dead or hung daemon would
+hang the reader. The daemon writes the registry. No concurrency.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+
+import msgspec
+
+from cachexfs.config import default_runtime_dir
+from cachexfs.errors import CannotTellError
+
+FUSE_TYPE = "fuse.cachex"
+_ESCAPE = re.compile(rb"\\([0-7]{3})")
+SYMLINKS_MAX = 40
+
+
+class Entry(msgspec.Struct, frozen=True):
+    """What a daemon registers. ``device`` is "major:minor" of the mount, "" until it is mounted."""
+
+    mountpoint: str
+    pfs: str
+    node: str
+    job: str
+    pid: int
+    device: str
+    socket: str
+    log: str
+    started_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class KernelMount:
+    """A mount of ours in this mount namespace."""
+
+    mountpoint: str
+    device: str
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """The mount that a path lies in, and the path relative to its root ("" is the root)."""
+
+    mount: KernelMount
+    entry: Entry | None
+    relative: str
+
+
+def _unescape(field: bytes) -> str:
+    return os.fsdecode(_ESCAPE.sub(lambda match: bytes([int(match.group(1), 8)]), field))
+
+
+def parse_mountinfo(data: bytes) -> tuple[list[KernelMount], set[str]]:
+    """(our mounts that are not covered by a later one, all mount points) of a mountinfo file."""
+    ours: dict[str, KernelMount] = {}
+    points: set[str] = set()
+    for line in data.splitlines():
+        before, _, after = line.partition(b" - ")
+        fields, rest = before.split(b" "), after.split(b" ")
+        if len(fields) < 6 or len(rest) < 2:
+            continue
+        mountpoint = _unescape(fields[4])
+        points.add(mountpoint)
+        ours.pop(mountpoint, None)
+        if os.fsdecode(rest[0]).startswith(FUSE_TYPE):
+            ours[mountpoint] = KernelMount(mountpoint, fields[2].decode(), _unescape(rest[1]))
+    return list(ours.values()), points
+
+
+def read_mountinfo() -> tuple[list[KernelMount], set[str]]:
+    """``parse_mountinfo`` of this process."""
+    with open("/proc/self/mountinfo", "rb") as file:
+        return parse_mountinfo(file.read())
+
+
+def registry(runtime_dir: str | None = None) -> list[Entry]:
+    """Entries of the runtime directory, newest first; unreadable ones left out."""
+    directory = runtime_dir or default_runtime_dir()
+    entries: list[Entry] = []
+    try:
+        names = os.listdir(directory)
+    except OSError:
+        return []
+    for name in names:
+        if not name.endswith(".json"):
+            continue
+        try:
+            with open(os.path.join(directory, name), "rb") as file:
+                entries.append(msgspec.json.decode(file.read(), type=Entry))
+        except (OSError, ValueError):
+            continue
+    return sorted(entries, key=lambda entry: entry.started_s, reverse=True)
+
+
+def is_alive(pid: int) -> bool:
+    """Whether a process of that id exists."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return pid > 0
+
+
+def entry_of(mount: KernelMount, entries: list[Entry]) -> Entry | None:
+    """The registered daemon of a mount: the same device, since other namespaces may have the same mount point."""
+    return next((entry for entry in entries if entry.device == mount.device), None)
+
+
+def _below(path: str, mountpoint: str) -> bool:
+    return path == mountpoint or path.startswith(mountpoint.rstrip("/") + "/")
+
+
+def _holding(path: str, mounts: list[KernelMount]) -> KernelMount | None:
+    found = [mount for mount in mounts if _below(path, mount.mountpoint)]
+    return max(found, key=lambda mount: len(mount.mountpoint)) if found else None
+
+
+def resolve(path: str, mounts: list[KernelMount]) -> str:
+    """Absolute path with symlinks followed outside our mounts only; nothing inside one is touched."""
+    pending = os.path.abspath(path).split("/")[1:]
+    current = "/"
+    followed = 0
+    while pending:
+        part = pending.pop(0)
+        if part in ("", "."):
+            continue
+        if part == "..":
+            current = os.path.dirname(current)
+            continue
+        following = os.path.join(current, part)
+        if _holding(following, mounts):
+            return os.path.normpath(os.path.join(following, *pending))
+        try:
+            target = os.readlink(following)
+        except OSError:
+            current = following
+            continue
+        followed += 1
+        if followed > SYMLINKS_MAX:
+            raise CannotTellError(f"too many symbolic links in '{path}'")
+        pending = target.split("/") + pending
+        current = "/" if target.startswith("/") else current
+    return current
+
+
+def find(path: str, runtime_dir: str | None = None) -> Found | None:
+    """The mount of ours that ``path`` lies in, or None. The path need not exist."""
+    mounts, _ = read_mountinfo()
+    absolute = resolve(path, mounts)
+    mount = _holding(absolute, mounts)
+    if mount is None:
+        return None
+    relative = os.path.relpath(absolute, mount.mountpoint)
+    return Found(mount, entry_of(mount, registry(runtime_dir)), "" if relative == "." else relative)
