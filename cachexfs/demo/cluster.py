@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import secrets
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -22,15 +24,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
+from cachexfs.cli.protocol import Status
 from cachexfs.demo import control
 from cachexfs.demo.netns import NodeNetwork
-from cachexfs.demo.ranks import free_port
 from cachexfs.errors import CacheXError
 
 MOUNT_TIMEOUT_S = 90.0
 UMOUNT_TIMEOUT_S = 120.0
 KILL_TIMEOUT_S = 10.0
 POLL_S = 0.02
+PORT_FIRST = 10_000
+PORT_LAST = 30_000  # below the ports that the kernel gives to clients
+PORTS_PER_NODE = 4  # daemon, etcd's two, one to spare
 SOCKET_PATH_BYTES_MAX = 100  # sockaddr_un holds 108 with its NUL; the daemon adds nothing longer
 REGISTRY_NAME_BYTES = 22  # "/" + 16 digits + ".sock"
 SHM = Path("/dev/shm")
@@ -102,6 +107,7 @@ class LocalCluster:
         self.node_list = self.root / "nodes"
         self._options = dict(options or {})
         self._scratch: list[Path] = []
+        self._port = _free_ports()
         self.network = NodeNetwork(f"cx{self.tag}n", nodes) if namespaces else None
         self.nodes = [self._place(index) for index in range(nodes)]
 
@@ -129,7 +135,7 @@ class LocalCluster:
         else:  # an address of the loopback that another cluster of this machine is unlikely to have
             high, middle = 64 + int(self.tag[:2], 16) % 64, int(self.tag[2:4], 16)
             host = f"127.{high}.{middle}.{index + 1}"
-        return Node(index, f"n{index}", host, free_port(), root, staging, runtime)
+        return Node(index, f"n{index}", host, self._port, root, staging, runtime)
 
     def _scratch_dir(self, parent: Path, index: int) -> Path:
         path = parent / f"cachexfs-{self.tag}-{index}"
@@ -255,9 +261,9 @@ class LocalCluster:
         """Mount again with the same options over what a kill left."""
         self.mount([index])
 
-    def status(self, index: int) -> control.Status:
+    def status(self, index: int) -> Status:
         """What the node's daemon says of itself."""
-        return control.ask(self.nodes[index].runtime, {"op": "status", "path": None}, control.Status)
+        return control.ask(self.nodes[index].runtime, {"op": "status", "path": None}, Status)
 
     def sources(self, index: int) -> list[control.FileSources]:
         """What served the reads of each file on a node since its mount."""
@@ -284,6 +290,19 @@ class LocalCluster:
             shutil.rmtree(path, ignore_errors=True)
         if remove:
             shutil.rmtree(self.root, ignore_errors=True)
+
+
+def _free_ports() -> int:
+    """First of ``PORTS_PER_NODE`` neighbouring ports that nobody listens on at any address of this machine."""
+    while True:
+        first = random.randrange(PORT_FIRST, PORT_LAST, PORTS_PER_NODE)
+        try:
+            for port in range(first, first + PORTS_PER_NODE):
+                with socket.socket() as probe:
+                    probe.bind(("", port))
+        except OSError:
+            continue
+        return first
 
 
 def _finish(process: subprocess.Popen[str], timeout_s: float, what: str) -> Ended:

@@ -20,45 +20,6 @@ from cachexfs.errors import CannotTellError
 PREFIX = "user.cachex."
 
 
-class StatusNode(msgspec.Struct, frozen=True):
-    """A node of the job as another sees it."""
-
-    name: str
-    live: bool
-
-
-class Checkpoint(msgspec.Struct, frozen=True):
-    """A checkpoint directory, its path relative to the mount."""
-
-    path: str
-    restartable: str
-    files: int = 0
-    bytes: int = 0
-    pending: int = 0
-    error: str | None = None
-
-
-class Status(msgspec.Struct, frozen=True):
-    """The daemon's own account (bytes)."""
-
-    node: str
-    pid: int
-    catalogue: str = ""
-    fsync: str = ""
-    nodes: list[StatusNode] = []
-    partner: str | None = None
-    protected: bool = False
-    pfs_state: str = ""
-    pfs_error: str = ""
-    staging_used: int = 0
-    staging_limit: int = 0
-    nvme_used: int = 0
-    pending_bytes: int = 0
-    pending_ops: int = 0
-    failed: str | None = None
-    checkpoints: list[Checkpoint] = []
-
-
 class FileSources(msgspec.Struct, frozen=True):
     """Bytes read of one file by where they came from: ``memory:n2``, ``nvme:n3``, ``local``, ``pfs``."""
 
@@ -67,9 +28,9 @@ class FileSources(msgspec.Struct, frozen=True):
 
 
 class Sources(msgspec.Struct, frozen=True):
-    """The answer to ``sources``."""
+    """The answer to ``sources``: what served reads since the mount."""
 
-    files: list[FileSources]
+    files: list[FileSources] = []
 
 
 S = TypeVar("S", bound=msgspec.Struct)
@@ -85,7 +46,7 @@ def ask(runtime: Path, request: Mapping[str, object], kind: type[S]) -> S:
     entry = registered(runtime)
     if entry is None:
         raise CannotTellError(f"no daemon is registered in {runtime}")
-    return msgspec.convert(client.ask(entry, request), kind)
+    return client.ask(entry, request, kind)
 
 
 def xattr(path: Path, name: str) -> str | None:
