@@ -14,13 +14,15 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
+from cachexfs.errors import CacheXError
+
 T = TypeVar("T")
 
 
 def run_in_child(function: Callable[[], T], timeout_s: float) -> T:
     """The result of ``function()`` called in a forked child; it must be picklable.
 
-    An ``OSError`` of the function is raised here. Raises ``TimeoutError`` at the deadline.
+    An ``OSError`` or ``CacheXError`` of the function is raised here. Raises ``TimeoutError`` at the deadline.
     """
     reader, writer = os.pipe()
     pid = os.fork()
@@ -52,7 +54,7 @@ def _child(function: Callable[[], T], reader: int, writer: int) -> None:
         os.close(reader)
         try:
             data = pickle.dumps(("result", function()))
-        except OSError as error:
+        except (OSError, CacheXError) as error:
             data = pickle.dumps(("error", error))
         view = memoryview(data)
         while view:

@@ -1,6 +1,6 @@
 """What can be known to be wrong before a daemon is started: devices, directories, an old mount.
 
-Role: called by ``cachexfs mount``, in this order: ``check_machine``, ``clear_mountpoint``, ``check_directories``. Each raises
+Role: called by ``cachexfs mount``: ``check_machine``, ``clear_mountpoint``, then ``check_directories``. Each raises
 ``UsageError`` or ``CannotTellError`` with what to do. No concurrency; what may hang runs in a child.
 """
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+from contextlib import suppress
 from dataclasses import dataclass
 
 import msgspec
@@ -79,22 +80,32 @@ def read_mountinfo() -> tuple[list[KernelMount], set[str]]:
         return parse_mountinfo(file.read())
 
 
+def runtime_dirs() -> list[str]:
+    """Where mounts that this user may ask about are registered, the user's own directory first.
+
+    A mount made by a Slurm prolog, by root or without ``XDG_RUNTIME_DIR``, is registered elsewhere than the user's shell
+    would look. ``CACHEXFS_RUNTIME_DIR`` says that there is only one.
+    """
+    own = default_runtime_dir()
+    if os.environ.get("CACHEXFS_RUNTIME_DIR"):
+        return [own]
+    return list(dict.fromkeys([own, f"/tmp/cachexfs-{os.geteuid()}", "/run/cachexfs"]))
+
+
 def registry(runtime_dir: str | None = None) -> list[Entry]:
-    """Entries of the runtime directory, newest first; unreadable ones left out."""
-    directory = runtime_dir or default_runtime_dir()
+    """Entries of ``runtime_dir`` (default: ``runtime_dirs()``), newest first; unreadable ones left out."""
     entries: list[Entry] = []
-    try:
-        names = os.listdir(directory)
-    except OSError:
-        return []
-    for name in names:
-        if not name.endswith(".json"):
-            continue
+    for directory in [runtime_dir] if runtime_dir else runtime_dirs():
         try:
-            with open(os.path.join(directory, name), "rb") as file:
-                entries.append(msgspec.json.decode(file.read(), type=Entry))
-        except (OSError, ValueError):
+            # Anybody can make a directory in /tmp: what others wrote is not believed.
+            if os.stat(directory).st_uid not in (0, os.geteuid()):
+                continue
+            names = [name for name in os.listdir(directory) if name.endswith(".json")]
+        except OSError:
             continue
+        for name in names:
+            with suppress(OSError, ValueError), open(os.path.join(directory, name), "rb") as file:
+                entries.append(msgspec.json.decode(file.read(), type=Entry))
     return sorted(entries, key=lambda entry: entry.started_s, reverse=True)
 
 

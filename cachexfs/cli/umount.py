@@ -86,6 +86,6 @@ def _await_gone(mount: mounts.KernelMount, entry: mounts.Entry) -> None:
             return
         time.sleep(POLL_S)
     raise CannotTellError(
-        f"{mount.mountpoint} is drained, and the daemon (pid {entry.pid}) has not unmounted it for {GONE_TIMEOUT_S:g} s: "
+        f"{mount.mountpoint} is drained, and the daemon (pid {entry.pid}) has not ended for {GONE_TIMEOUT_S:g} s: "
         f"see who uses it with 'fuser -vm {mount.mountpoint}'"
     )

@@ -1,0 +1,70 @@
+"""``cachexfs latest``: the newest checkpoint that can be restarted from, on a mount or on a bare directory."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import click
+
+from cachexfs.cli import client, mounts
+from cachexfs.cli.child import run_in_child
+from cachexfs.cli.output import shown, write, write_error, write_json
+from cachexfs.cli.protocol import Latest
+from cachexfs.errors import EXIT_CANNOT_TELL, EXIT_DONE, EXIT_NO, CannotTellError
+
+#: Reading commit files takes seconds; the daemon's own deadline is shorter.
+SILENCE_S = 60.0
+BARE_TIMEOUT_S = 120.0
+
+
+@click.command("latest")
+@click.argument("directory", metavar="DIR")
+@click.option("--at", "boundary", type=click.Choice(["partner", "pfs"]), help="Restartable at this boundary or better.")
+@click.option("--below", type=int, metavar="STEP", help="Only steps smaller than this one.")
+@click.option("--json", "as_json", is_flag=True, help="Print the answer as a JSON object.")
+def command(directory: str, boundary: str | None, below: int | None, as_json: bool) -> int:
+    """Print the absolute path of the newest checkpoint in DIR that can be restarted from.
+
+    The step is the last integer in a checkpoint's name. DIR is inside a mount, or any directory, such as the PFS.
+    Exit 1 only if there certainly is none; 4 if that cannot be told.
+    """
+    found = mounts.find(directory)
+    if found is None:
+        answer = _bare(os.path.abspath(directory), below)
+    elif found.entry is None:
+        raise client.dead(found.mount.mountpoint, None)
+    else:
+        request = {"op": "latest", "dir": found.relative, "at": boundary, "below": below}
+        answer = client.ask(found.entry, request, Latest, silence_s=SILENCE_S)
+        if answer.path is not None:
+            path = os.path.join(found.mount.mountpoint, answer.path)
+            answer = Latest(path, answer.certain, answer.reason)
+    if as_json:
+        write_json({"path": answer.path, "certain": answer.certain, "reason": answer.reason})
+    if answer.path is None:
+        write_error(answer.reason or f"no checkpoint in '{directory}' can be restarted from")
+        return EXIT_NO if answer.certain else EXIT_CANNOT_TELL
+    if not as_json:
+        write(answer.path)
+        if answer.reason:
+            print(f"cachexfs: warning: newer ones cannot be judged: {shown(answer.reason)}", file=sys.stderr)
+    return EXIT_DONE
+
+
+def _bare(directory: str, below: int | None) -> Latest:
+    for entry in mounts.registry():
+        if entry.mountpoint == directory or directory.startswith(entry.mountpoint.rstrip("/") + "/"):
+            raise CannotTellError(f"{entry.mountpoint} was a mount and is not mounted now: mount it again first")
+
+    def read() -> Latest:
+        from cachexfs.cli.bare import newest
+
+        return newest(directory, below)
+
+    try:
+        return run_in_child(read, BARE_TIMEOUT_S)
+    except TimeoutError:
+        raise CannotTellError(
+            f"'{directory}' has not been read within {BARE_TIMEOUT_S:g} s: does the PFS hang?"
+        ) from None

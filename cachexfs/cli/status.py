@@ -1,0 +1,232 @@
+"""``cachexfs status``: each mount of this node, or one path: boundaries, times, what is pending, what is wrong."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from dataclasses import dataclass
+
+import click
+
+from cachexfs.cli import client, mounts
+from cachexfs.cli.output import shown, table, write, write_error, write_json
+from cachexfs.cli.protocol import Checkpoint, FileState, Status
+from cachexfs.core.sizes import format_duration, format_rate, format_size
+from cachexfs.errors import EXIT_CANNOT_TELL, EXIT_DONE, EXIT_NOT_DURABLE, CacheXError, CannotTellError
+
+CLEAR_SCREEN = "\x1b[H\x1b[2J"
+LIST_MAX = 20
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What one mount said: its status, or why there is none."""
+
+    mountpoint: str
+    status: Status | None
+    raw: dict[str, object]
+    error: str = ""
+
+    @property
+    def exit_code(self) -> int:
+        """3 on any error or lost protection, 4 without an answer, else 0."""
+        if self.status is None:
+            return EXIT_CANNOT_TELL
+        return EXIT_NOT_DURABLE if problems(self.status) else EXIT_DONE
+
+
+def problems(status: Status) -> list[str]:
+    """What makes ``status`` end with 3: errors, lost protection, a PFS that does not answer."""
+    found: list[str] = []
+    if status.failed:
+        found.append(f"the daemon has failed: {status.failed}")
+    if len(status.nodes) > 1 and not status.protected:
+        found.append("no live partner: what is only here would be lost with this node")
+    if status.pfs_state in ("unreachable", "hung"):
+        found.append(f"the PFS is {status.pfs_state}" + (f": {status.pfs_error}" if status.pfs_error else ""))
+    found += [f"{error.path}{f' ({error.node})' if error.node else ''}: {error.error}" for error in status.errors]
+    known = {error.path for error in status.errors}
+    found += [f"{point.path}: {point.error}" for point in status.checkpoints if point.error and point.path not in known]
+    if status.file is not None and status.file.error and status.file.path not in known:
+        found.append(f"{status.file.path}: {status.file.error}")
+    return found
+
+
+@click.command("status")
+@click.argument("path", required=False)
+@click.option("--watch", is_flag=True, help="Repeat until Ctrl-C.")
+@click.option("--interval", "interval_s", type=click.FloatRange(min=0.1), default=1.0, show_default=True,
+              metavar="SECONDS", help="How often with --watch.")  # fmt: skip
+@click.option("--json", "as_json", is_flag=True, help="Print a JSON object (with --watch, one a line).")
+def command(path: str | None, watch: bool, interval_s: float, as_json: bool) -> int:
+    """Show a PATH inside a mount, or every mount of this node.
+
+    Exit 3 on any error or lost protection, 4 if a daemon does not answer.
+    """
+    while True:
+        reports = _collect(path)
+        if as_json:
+            _print_json(path, reports)
+        else:
+            if watch and sys.stdout.isatty():
+                sys.stdout.write(CLEAR_SCREEN)
+            _print_words(path, reports)
+        if not watch:
+            break
+        try:
+            time.sleep(interval_s)
+        except KeyboardInterrupt:
+            break
+    if EXIT_NOT_DURABLE in [report.exit_code for report in reports]:
+        return EXIT_NOT_DURABLE
+    return max(report.exit_code for report in reports)
+
+
+def _collect(path: str | None) -> list[Report]:
+    if path is not None:
+        entry, relative = client.locate(path)
+        # The root shows the whole mount.
+        return [_ask(entry, relative or None)]
+    entries = mounts.registry()
+    reports: list[Report] = []
+    for mount in mounts.read_mountinfo()[0]:
+        entry_found = mounts.entry_of(mount, entries)
+        if entry_found is None:
+            reports.append(Report(mount.mountpoint, None, {}, str(client.dead(mount.mountpoint, None))))
+            continue
+        try:
+            reports.append(_ask(entry_found, None))
+        except CacheXError as error:
+            reports.append(Report(mount.mountpoint, None, {}, str(error)))
+    if not reports:
+        raise CannotTellError("no CacheX FS mount on this node: 'cachexfs mount PFS_DIR MOUNTPOINT' makes one")
+    return reports
+
+
+def _ask(entry: mounts.Entry, relative: str | None) -> Report:
+    line = client.ask_raw(entry, {"op": "status", "path": relative})
+    raw = json.loads(line)
+    raw.pop("done", None)
+    return Report(entry.mountpoint, client.decode(entry, line, Status), raw)
+
+
+def _print_json(path: str | None, reports: list[Report]) -> None:
+    answers = [
+        {**report.raw, "exit": report.exit_code}
+        if report.status is not None
+        else {"mountpoint": report.mountpoint, "error": report.error, "exit": report.exit_code}
+        for report in reports
+    ]
+    write_json(answers[0] if path is not None else {"mounts": answers})
+
+
+def _print_words(path: str | None, reports: list[Report]) -> None:
+    for number, report in enumerate(reports):
+        if report.status is None:
+            write_error(report.error)
+            continue
+        lines = [""] if number else []
+        if path is None or not report.status.file:
+            lines += _mount_lines(report.status)
+        if report.status.file is not None:
+            lines += _file_lines(report.status.file)
+        lines += _checkpoint_lines(report.status.checkpoints)
+        wrong = problems(report.status)
+        lines += [_red("error: " + shown(text)) for text in wrong[:LIST_MAX]]
+        if len(wrong) > LIST_MAX:
+            lines.append(_red(f"... and {len(wrong) - LIST_MAX} more errors (--json lists all)"))
+        write("\n".join(lines))
+
+
+def _red(text: str) -> str:
+    return f"\x1b[31m{text}\x1b[0m" if sys.stdout.isatty() else text
+
+
+def _mount_lines(status: Status) -> list[str]:
+    lines = [
+        f"{shown(status.mountpoint)} on {shown(status.pfs)}  node {status.node}, job {status.job}, "
+        f"up {format_duration(status.uptime_s)}, pid {status.pid}"
+    ]
+    if len(status.nodes) > 1:
+        gone = [node.name for node in status.nodes if not node.live]
+        live = len(status.nodes) - len(gone)
+        lost = f" (lost: {', '.join(gone)})" if gone else ""
+        lines.append(f"  nodes     {live} of {len(status.nodes)} live{lost}; partner {status.partner or 'none'}")
+    pending = (
+        f"{format_size(status.pending_bytes)} in {status.pending_ops} changes" if status.pending_ops else "nothing"
+    )
+    lines += [
+        f"  memory    {format_size(status.staging_used)} of {format_size(status.staging_limit)}; "
+        f"NVMe {format_size(status.nvme_used)}",
+        f"  PFS       {status.pfs_state}; pending {pending}; drain {format_rate(status.drain_bytes_s)}, "
+        f"replication {format_rate(status.replicate_bytes_s)}",
+        f"  settings  fsync {status.fsync}, route {status.route}, catalogue {status.catalogue}, "
+        f"kernel {status.kernel}{f' ({status.kernel_reason})' if status.kernel_reason else ''}, "
+        f"supervisor {status.supervisor}",
+    ]
+    return lines
+
+
+def _checkpoint_lines(checkpoints: tuple[Checkpoint, ...]) -> list[str]:
+    if not checkpoints:
+        return []
+    headers = (
+        "CHECKPOINT",
+        "FORMAT",
+        "RESTARTABLE",
+        "STAGE",
+        "FILES",
+        "SIZE",
+        "PENDING",
+        "RETURNED",
+        "PARTNER",
+        "PFS",
+        "HOLDERS",
+    )
+    rows = [
+        (
+            point.path or ".",
+            point.format or "-",
+            point.restartable,
+            point.stage or "-",
+            str(point.files),
+            format_size(point.bytes),
+            format_size(point.pending) if point.pending else "-",
+            _clock(point.t_returned),
+            _clock(point.t_partner),
+            _clock(point.t_pfs),
+            ",".join(point.holders) or "-",
+        )
+        for point in checkpoints
+    ]
+    lines = table(headers, rows)
+    for point in checkpoints:
+        lines += [
+            f"  {shown(point.path)} misses {shown(member.name)}{f' on {member.node}' if member.node else ''}: "
+            f"{shown(member.reason)}"
+            for member in point.missing[:LIST_MAX]
+        ]
+    return lines
+
+
+def _file_lines(file: FileState) -> list[str]:
+    rows = [
+        ("stage", file.stage),
+        ("size", f"{file.size} bytes ({format_size(file.size)})"),
+        ("generation", str(file.generation)),
+        ("origin", file.origin),
+        ("holders", ", ".join(file.holders)),
+        ("route", file.route or ""),
+        ("digest", file.digest or ""),
+        ("pending", format_size(file.pending) if file.pending else ""),
+        ("returned", file.t_returned or ""),
+        ("partner", file.t_partner or ""),
+        ("pfs", file.t_pfs or ""),
+    ]
+    return [shown(file.path), *(f"  {name:<11} {shown(value)}" for name, value in rows if value)]
+
+
+def _clock(moment: str | None) -> str:
+    """HH:MM:SS.mmm of an RFC 3339 time (UTC)."""
+    return moment.partition("T")[2][:12].rstrip("Z") if moment else "-"
