@@ -1,7 +1,7 @@
-"""Writes real checkpoints below a directory: ``python formats_checkpoints.py DIR``.
+"""Writes real checkpoints below a directory: ``python formats_checkpoints.py DIR [single]``.
 
 Runs in its own process, so that the tests themselves stay without torch. Two gloo ranks write one FSDP
-checkpoint; everything else is saved by this process alone.
+checkpoint; everything else is saved by this process alone (``single``: only that).
 """
 
 import logging
@@ -114,7 +114,8 @@ def main() -> None:
     single_process(root)
     hand_made(root)
     deepspeed(root)
-    mp.spawn(two_ranks, args=(str(root),), nprocs=2, join=True)
+    if sys.argv[2:] != ["single"]:
+        mp.spawn(two_ranks, args=(str(root),), nprocs=2, join=True)
 
 
 if __name__ == "__main__":

@@ -61,7 +61,10 @@ def recognise(names: Collection[bytes]) -> list[tuple[Format, bytes]]:
     ``single-file`` is there only when nothing else is.
     """
     listing = frozenset(names)
-    return [(known, commit) for known in FORMATS for commit in known.recognises(listing)]
+    found = [(known, commit) for known in FORMATS for commit in known.recognises(listing)]
+    if len(found) > 1:
+        found = [(known, commit) for known, commit in found if not isinstance(known, SingleFile)]
+    return found
 
 
 class Below:

@@ -23,6 +23,7 @@ _NUMBER = rb"(0|[0-9]{1,6})"
 _MODEL = re.compile(rb"mp_rank_" + _NUMBER + rb"_model_states\.pt")
 _ZERO = re.compile(rb"(|bf16_|fp16_)zero_pp_rank_" + _NUMBER + rb"_mp_rank_" + _NUMBER + rb"_(optim|model)_states\.pt")
 _LAYER = re.compile(rb"layer_" + _NUMBER + rb"-model_" + _NUMBER + rb"-model_states\.pt")
+_MODEL_SUFFIX = b"_model_states.pt"
 _FIRSTS = (
     b"mp_rank_00_model_states.pt",
     b"zero_pp_rank_0_mp_rank_00_model_states.pt",
@@ -68,7 +69,9 @@ class DeepSpeed:
 def _step_members(commit: bytes, base: bytes, names: Collection[bytes], files: Files | None) -> Members:
     first = next((name for name in _FIRSTS if name in names), _FIRSTS[0])
     said = _said(files, base + first) if files is not None and first in names else _Said()
-    wanted = _expected(names, said) | {first}
+    wanted = _expected(names, said)
+    if not any(name.endswith(_MODEL_SUFFIX) for name in wanted if not name.startswith(b"layer_")):
+        wanted.add(first)
     note = "" if said.ranks else "number of ranks taken from the names"
     found = probed(commit, {base + name for name in wanted}, files, note)
     needs = dict(found.needs)
