@@ -237,7 +237,7 @@ class ReplicaStore:
         return fd, committed.manifest.size
 
     async def verify(self, stage: str) -> tuple[int, ...]:
-        """Read a committed replica in full; returns the blocks that are not the manifest's ((-1,): the file as a whole).
+        """Read a committed replica in full; returns the blocks that are not the manifest's ((-1,): the whole is not).
 
         Raises ``FileNotFoundError``, ``OSError``.
         """
@@ -252,11 +252,10 @@ def _verify(committed: Committed) -> tuple[int, ...]:
     try:
         whole, _, blocks = digest_file(committed.path, manifest.size)
     except CorruptError:
-        return [-1]
-    wrong = [
-        i for i, (found, due) in enumerate(zip(blocks, split_blocks(manifest.blocks), strict=True)) if found != due
-    ]
-    return wrong or ([] if whole == manifest.digest else [-1])
+        return (-1,)
+    due = split_blocks(manifest.blocks)
+    wrong = tuple(index for index, found in enumerate(blocks) if found != due[index])
+    return wrong or (() if whole == manifest.digest else (-1,))
 
 
 def _identity(directory: str) -> str:
