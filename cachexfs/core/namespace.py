@@ -26,6 +26,7 @@ from cachexfs.core.records import (
     Inode,
     Op,
     OpKind,
+    Synced,
     dirent_key,
     dirent_prefix,
     generation_key,
@@ -425,7 +426,7 @@ class Content:
     target: bytes | None = None
 
 
-def publish(tx: Tx, ctx: Ctx, fid: int, base_gen: int, content: Content) -> Inode | None:
+def publish(tx: Tx, ctx: Ctx, fid: int, base_gen: int, content: Content) -> Generation | None:
     """Make a new generation visible and issue its drain. None when the file was removed meanwhile.
 
     The last publication wins; one whose base is not the current generation is marked as a conflict.
@@ -438,13 +439,11 @@ def publish(tx: Tx, ctx: Ctx, fid: int, base_gen: int, content: Content) -> Inod
     path = path_of(tx, fid)
     conflict = before.origin if before.gen != base_gen else ""
     gen = before.gen + 1
-    moved = before.origin != ctx.node and not (before.gen == 1 and before.size == 0 and before.open)
     new = msgspec.structs.replace(
         inode,
         size=content.size,
         gen=gen,
         origin=ctx.node,
-        line=inode.line + moved,
         copies=content.copies,
         writing="" if inode.writing in ("", ctx.node) else inode.writing,
         synced=None,
@@ -456,15 +455,13 @@ def publish(tx: Tx, ctx: Ctx, fid: int, base_gen: int, content: Content) -> Inod
         error="",
     )
     tx.put(inode_key(fid), new)
-    tx.put(
-        generation_key(fid),
-        Generation(gen, content.size, content.digest, content.tree, content.stage, ctx.node, conflict=conflict),
-    )
+    generation = Generation(gen, content.size, content.digest, content.tree, content.stage, ctx.node, conflict=conflict)
+    tx.put(generation_key(fid), generation)
     parent, name = names[0]
     if inode.pfs is not None or tx.ops_of(fid):
         _withdraw_commits(tx, ctx, parent, parent_of(path), name)
     _issue_put(tx, ctx, fid, path, gen, content)
-    return new
+    return generation
 
 
 def _issue_put(tx: Tx, ctx: Ctx, fid: int, path: bytes, gen: int, content: Content) -> None:
@@ -515,6 +512,16 @@ def add_copy(tx: Tx, ctx: Ctx, fid: int, gen: int, copy: Copy) -> None:
     )
 
 
+def note_synced(
+    tx: Tx, ctx: Ctx, fid: int, stage: str, size: int, digest: bytes, tree: bytes, copies: tuple[Copy, ...]
+) -> None:
+    """An fsync has made unpublished bytes safe: what is published should this node be lost."""
+    inode = tx.inode(fid)
+    if inode is not None:
+        synced = Synced(stage, size, digest, tree, copies)
+        tx.put(inode_key(fid), msgspec.structs.replace(inode, synced=synced, writing=ctx.node))
+
+
 def drop_copies(tx: Tx, ctx: Ctx, fid: int, gen: int, gone: Collection[tuple[str, str]], error: str) -> None:
     """Copies (node, store) turned out to be gone or bad: the boundary falls with its evidence, and says why."""
     inode = tx.inode(fid)
@@ -523,6 +530,14 @@ def drop_copies(tx: Tx, ctx: Ctx, fid: int, gen: int, gone: Collection[tuple[str
     copies = tuple(c for c in inode.copies if (c.node, c.store) not in gone)
     if len(copies) != len(inode.copies):
         tx.put(inode_key(fid), msgspec.structs.replace(inode, copies=copies, t_partner_s=0.0, error=error))
+
+
+def forget_copies(tx: Tx, fid: int, gone: Collection[tuple[str, str]]) -> None:
+    """Copies (node, store) were evicted because the content is on the PFS: no boundary falls."""
+    inode = tx.inode(fid)
+    if inode is not None:
+        copies = tuple(c for c in inode.copies if (c.node, c.store) not in gone)
+        tx.put(inode_key(fid), msgspec.structs.replace(inode, copies=copies))
 
 
 def note_error(tx: Tx, ctx: Ctx, fid: int, error: str) -> None:

@@ -85,7 +85,6 @@ class Inode(Record, frozen=True, tag="i"):
     ctime_ns: int
     size: int = 0
     gen: int = 0
-    line: int = 0  # grows when a generation comes from another node than the one before: a new inode number
     origin: str = ""
     nlink: int = 1
     rdev: int = 0

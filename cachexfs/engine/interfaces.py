@@ -6,12 +6,15 @@ here are what both promise and what the contract suites test.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
-from cachexfs.core.records import AnyRecord
+from cachexfs.core.records import AnyRecord, Copy, Generation
 from cachexfs.core.replica import Replica, Tx
+
+if TYPE_CHECKING:
+    from cachexfs.engine.files import Vnode
 
 T = TypeVar("T")
 
@@ -138,8 +141,10 @@ class Pfs(Protocol):
     is raised. Errors of the PFS are ``OSError``. Nothing here retries.
     """
 
-    async def prepare(self, source: str, hidden: str, attrs: PfsAttrs, record: bytes, deadline_s: float) -> None:
-        """Copy a local file to ``.cachexfs/tmp/<hidden>``, with its recovery record, and fsync both.
+    async def prepare(
+        self, source: str, size: int, hidden: str, attrs: PfsAttrs, record: bytes, deadline_s: float
+    ) -> None:
+        """Copy the first ``size`` bytes of a local file to ``.cachexfs/tmp/<hidden>``, with a recovery record; fsync both.
 
         A temporary of that name is removed first, so that a late writer of an abandoned child does not touch
         the new one. An error of fsync is final: the temporary is removed before it is raised.
@@ -183,4 +188,105 @@ class Clock(Protocol):
         ...
 
 
-Offload = Callable[..., Awaitable[object]]
+@dataclass(frozen=True, slots=True)
+class Synced:
+    """An fsync has made ``version`` of a file in progress, of ``size`` bytes, safe at the holders of ``copies``."""
+
+    version: int
+    size: int
+    copies: tuple[Copy, ...]
+
+
+class ContentSource(Protocol):
+    """What open files need of the other parts of the engine."""
+
+    def new_stage(self, fid: int, gen: int) -> str:
+        """A fresh stage key."""
+        ...
+
+    def path(self, fid: int) -> bytes | None:
+        """Path of a file relative to the mount; None without a name."""
+        ...
+
+    async def read(self, fid: int, content: Generation, offset: int, length: int) -> bytes:
+        """Verified bytes of a published content from wherever they are. Raises ``FsError`` (EIO, ESTALE)."""
+        ...
+
+    async def fetch_into(self, fid: int, content: Generation, fd: int, length: int) -> None:
+        """Copy the first bytes of a published content into a file."""
+        ...
+
+    def grown(self, vnode: Vnode) -> None:
+        """A file in progress has changed: its complete blocks may be sent ahead."""
+        ...
+
+    def make_room(self, length: int) -> bool:
+        """Evict what is on the PFS until ``length`` bytes fit; False when they do not."""
+        ...
+
+    async def room_freed(self) -> None:
+        """Return when staging may have more room than before."""
+        ...
+
+
+class StagingArea(Protocol):
+    """Files in this node's memory, one per content. Calls are cheap and synchronous; errors are ``OSError``."""
+
+    store: str
+    used_bytes: int
+    limit_bytes: int
+
+    def path(self, stage: str) -> str:
+        """Path of a staged file."""
+        ...
+
+    def create(self, stage: str) -> int:
+        """Descriptor of a new empty file."""
+        ...
+
+    def open_file(self, stage: str, *, write: bool = False) -> int:
+        """Descriptor of a staged file. Raises ``FileNotFoundError``."""
+        ...
+
+    def has(self, stage: str) -> bool:
+        """Whether there is such a file."""
+        ...
+
+    def size(self, stage: str) -> int:
+        """Its length. Raises ``FileNotFoundError``."""
+        ...
+
+    def recount(self, stage: str, fd: int) -> None:
+        """Account for an open file after it changed."""
+        ...
+
+    def remove(self, stage: str) -> None:
+        """Give its memory back."""
+        ...
+
+    def stages(self) -> list[str]:
+        """All keys."""
+        ...
+
+
+class ReplicaHolder(Protocol):
+    """Copies that this node's NVMe holds for others."""
+
+    store: str
+
+    def path(self, stage: str, size: int) -> str | None:
+        """Path of a committed copy of at least ``size`` bytes; None without one."""
+        ...
+
+    def stages(self) -> list[str]:
+        """Keys of all committed copies."""
+        ...
+
+    async def drop(self, stage: str) -> None:
+        """Remove a copy."""
+        ...
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of NVMe in use."""
+        ...

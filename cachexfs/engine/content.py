@@ -1,0 +1,226 @@
+"""Reading a published content from wherever a good copy is.
+
+Role: tries this node's staging and NVMe, then live holders (memory before NVMe), then the PFS. Every block that
+comes from elsewhere is checked against the content's block digests, which are themselves checked against the
+catalogue's tree digest; a source with a bad or missing block is reported and the next one is asked.
+
+Concurrency: any number of readers; two readers of one block share one fetch. Fetched blocks stay in a bounded
+cache, because a page fault asks for 4 KiB to 128 KiB of a block of 1 MiB.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+from collections import OrderedDict, defaultdict
+from collections.abc import Awaitable, Callable
+
+import trio
+
+from cachexfs.core import manifest as manifests
+from cachexfs.core import namespace
+from cachexfs.core.digest import BLOCK_BYTES, block_count, block_digest, block_length, split_blocks, tree_digest
+from cachexfs.core.records import ROOT_FID, Copy, Generation, OpKind
+from cachexfs.engine.files import copy_bytes
+from cachexfs.engine.node import Node
+from cachexfs.errors import CacheXError, CorruptError, FsError
+
+log = logging.getLogger(__name__)
+
+CACHE_BLOCKS_MAX = 128
+PFS_DEADLINE_S = 15.0
+PEER_DEADLINE_S = 15.0
+
+BlockKey = tuple[str, int, int]  # (stage or fid.gen, size, block index)
+
+
+class Reader:
+    """Verified reads of published contents."""
+
+    def __init__(self, node: Node) -> None:
+        self.node = node
+        self._blocks: OrderedDict[BlockKey, bytes] = OrderedDict()
+        self._fetching: dict[BlockKey, trio.Event] = {}
+        self._digests: OrderedDict[tuple[str, int], list[bytes] | None] = OrderedDict()
+        self.sources: dict[bytes, dict[str, int]] = defaultdict(lambda: defaultdict(int))
+
+    # ---- names
+    def path(self, fid: int) -> bytes | None:
+        """Path relative to the mount; None when the file has no name."""
+        parts = []
+        view = self.node.catalogue.view
+        while fid != ROOT_FID:
+            names = view.names_of(fid)
+            if not names:
+                return None
+            parent, name = names[0]
+            parts.append(name)
+            fid = parent
+        return b"/".join(reversed(parts))
+
+    def pfs_path(self, fid: int) -> bytes | None:
+        """Where a file lies on the PFS now: its name, taken back through the renames that have not landed."""
+        view = self.node.catalogue.view
+        inode = view.inode(fid)
+        if inode is not None and inode.pfs is not None and inode.pfs.hidden:
+            return b".cachexfs/held/" + inode.pfs.hidden.encode()
+        path = self.path(fid)
+        if path is None:
+            return None
+        renames = [op for _, op, _ in view.ops() if op.kind == OpKind.RENAME]
+        for op in reversed(renames):
+            if path == op.path2:
+                path = op.path
+            elif path.startswith(op.path2 + b"/"):
+                path = op.path + path[len(op.path2) :]
+        return path
+
+    # ---- reading
+    async def read(self, fid: int, content: Generation, offset: int, length: int) -> bytes:
+        """Bytes [offset, offset + length) of a content, short at its end. Raises EIO, or ESTALE when it is gone."""
+        length = min(length, content.size - offset)
+        if length <= 0:
+            return b""
+        first, last = offset // BLOCK_BYTES, (offset + length - 1) // BLOCK_BYTES
+        parts = []
+        for index in range(first, last + 1):
+            block = await self._block(fid, content, index)
+            start = max(0, offset - index * BLOCK_BYTES)
+            parts.append(block[start : offset + length - index * BLOCK_BYTES])
+        return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    async def fetch_into(self, fid: int, content: Generation, fd: int, length: int) -> None:
+        """Copy the first ``length`` bytes of a content into an open file."""
+        path = self.node.local_path(content.stage, content.size) if content.stage else None
+        if path is not None:
+            source = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                await copy_bytes(source, fd, length)
+            finally:
+                os.close(source)
+            return
+        for index in range(block_count(length)):
+            block = await self._block(fid, content, index)
+            os.pwrite(fd, block[: length - index * BLOCK_BYTES], index * BLOCK_BYTES)
+
+    async def _block(self, fid: int, content: Generation, index: int) -> bytes:
+        key = (content.stage or f"{fid:x}.{content.gen}", content.size, index)
+        while True:
+            found = self._blocks.get(key)
+            if found is not None:
+                self._blocks.move_to_end(key)
+                return found
+            if key not in self._fetching:
+                break
+            await self._fetching[key].wait()
+        self._fetching[key] = trio.Event()
+        try:
+            block, source = await self._fetch(fid, content, index)
+        finally:
+            self._fetching.pop(key).set()
+        self._blocks[key] = block
+        while len(self._blocks) > CACHE_BLOCKS_MAX:
+            self._blocks.popitem(last=False)
+        self.count(fid, source, len(block))
+        return block
+
+    def count(self, fid: int, source: str, length: int) -> None:
+        """Note which source served a read (shown by ``status`` and the demo)."""
+        path = self.path(fid)
+        if path is not None:
+            self.sources[path][source] += length
+
+    async def _fetch(self, fid: int, content: Generation, index: int) -> tuple[bytes, str]:
+        reasons: list[str] = []
+        bad: list[tuple[str, str]] = []
+        wanted = block_length(content.size, index)
+        for label, copy, attempt in self._attempts(fid, content, index):
+            try:
+                block = await attempt()
+                digests = await self._block_digests(content, copy)
+                if len(block) != wanted or (digests is not None and block_digest(block) != digests[index]):
+                    raise CorruptError(f"block {index} is not what its digest says")
+            except (OSError, CacheXError, trio.TooSlowError) as error:
+                reasons.append(f"{label}: {error or type(error).__name__}")
+                if copy is not None and isinstance(error, (CorruptError, FileNotFoundError)):
+                    bad.append((copy.node, copy.store))
+                continue
+            if bad:
+                await self._report(fid, content, bad, reasons)
+            return block, label
+        if bad:
+            await self._report(fid, content, bad, reasons)
+        gone = self.node.catalogue.view.generation(fid) != content
+        why = "; ".join(reasons) or "no live node holds it and it is not on the PFS"
+        raise FsError(errno.ESTALE if gone else errno.EIO, f"{self.path(fid)!r} block {index}: {why}")
+
+    def _attempts(
+        self, fid: int, content: Generation, index: int
+    ) -> list[tuple[str, Copy | None, Callable[[], Awaitable[bytes]]]]:
+        """(label, copy, read) of every place that may have the block, best first."""
+        node, offset, length = self.node, index * BLOCK_BYTES, block_length(content.size, index)
+        found: list[tuple[str, Copy | None, Callable[[], Awaitable[bytes]]]] = []
+        inode = node.catalogue.view.inode(fid)
+        copies = list(inode.copies) if inode is not None and inode.gen == content.gen else []
+        copies.sort(key=lambda c: (c.node != node.name, c.tier != "memory", c.node))
+        for copy in copies:
+            label = f"{copy.tier}:{copy.node}"
+            if copy.node == node.name:
+                path = node.local_path(content.stage, content.size)
+                found.append((label, copy, lambda path=path: _read_local(path, offset, length)))  # type: ignore[misc]
+            elif node.peers is not None and node.live(copy.node):
+                found.append((label, copy, lambda name=copy.node: self._ask(name, content.stage, offset, length)))  # type: ignore[misc]
+        if inode is not None and inode.pfs is not None and inode.pfs.gen == content.gen and node.pfs is not None:
+            found.append(("pfs", None, lambda: self._read_pfs(fid, offset, length)))
+        return found
+
+    async def _ask(self, name: str, stage: str, offset: int, length: int) -> bytes:
+        assert self.node.peers is not None
+        with trio.fail_after(PEER_DEADLINE_S):
+            return await self.node.peers.read(name, stage, offset, length)
+
+    async def _read_pfs(self, fid: int, offset: int, length: int) -> bytes:
+        path = self.pfs_path(fid)
+        if path is None or self.node.pfs is None:
+            raise FileNotFoundError(errno.ENOENT, "no name on the PFS")
+        return await self.node.pfs.read(path, offset, length, PFS_DEADLINE_S)
+
+    async def _block_digests(self, content: Generation, copy: Copy | None) -> list[bytes] | None:
+        """Block digests of a content, checked against the catalogue; None when it has none (imported files)."""
+        if not content.tree:
+            return None
+        if content.size <= BLOCK_BYTES:
+            return [content.digest]
+        key = (content.stage, content.size)
+        if key in self._digests:
+            return self._digests[key]
+        if copy is None or copy.node == self.node.name:
+            return None  # local bytes are checked when they are adopted, the PFS's when a live holder has a manifest
+        assert self.node.peers is not None
+        with trio.fail_after(PEER_DEADLINE_S):
+            data = await self.node.peers.manifest(copy.node, content.stage)
+        found = list(split_blocks(manifests.decode(data).blocks))
+        if tree_digest(found) != content.tree:
+            raise CorruptError("the holder's manifest does not match the catalogue")
+        self._digests[key] = found
+        while len(self._digests) > 1024:
+            self._digests.popitem(last=False)
+        return found
+
+    async def _report(self, fid: int, content: Generation, bad: list[tuple[str, str]], reasons: list[str]) -> None:
+        """A copy is bad or gone: its claim falls now, and replication makes another one."""
+        log.warning("copies of %r dropped: %s", self.path(fid), "; ".join(reasons))
+        ctx = self.node.ctx()
+        why = f"bad or missing copy: {'; '.join(reasons)}"
+        await self.node.catalogue.mutate(lambda tx: namespace.drop_copies(tx, ctx, fid, content.gen, bad, why))
+
+
+async def _read_local(path: str | None, offset: int, length: int) -> bytes:
+    if path is None:
+        raise FileNotFoundError(errno.ENOENT, "not on this node any more")
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        return os.pread(fd, length, offset)
+    finally:
+        os.close(fd)

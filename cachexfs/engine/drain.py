@@ -1,0 +1,423 @@
+"""The drain: pending operations land on the PFS, in the order that promise 3 allows.
+
+Role: level-triggered. The catalogue holds the pending operations; each node carries out its own, and a survivor
+those of a lost node. A file is first made ready (copied and fsynced under a hidden name), whatever it waits for,
+and then lands with one rename when nothing smaller blocks it.
+
+Concurrency: one task per operation that can make progress. ``PendingOrder`` says who waits for whom; an operation
+that waits has no task. A failure backs off, shows in ``error``, and is tried until it succeeds. Who touches the
+PFS is a child process (``Pfs``): a hung PFS holds tasks here, never the loop.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import msgspec
+import trio
+
+from cachexfs.core import namespace
+from cachexfs.core import records as rec
+from cachexfs.core.namespace import errno_name, finish_op
+from cachexfs.core.order import PendingOrder
+from cachexfs.core.records import AnyRecord, DirTimes, Inode, Op, OpKind, PfsCopy
+from cachexfs.core.replica import Tx
+from cachexfs.engine.content import Reader
+from cachexfs.engine.files import Files, Vnode
+from cachexfs.engine.interfaces import PfsAttrs, PfsStat
+from cachexfs.engine.node import Node
+from cachexfs.errors import CacheXError, FsError
+
+log = logging.getLogger(__name__)
+
+META_TASKS_MAX = 16
+RETRY_FIRST_S, RETRY_MAX_S = 0.25, 15.0
+STALL_S = 20.0  # without progress, a call on the PFS counts as hung
+
+
+@dataclass(slots=True)
+class _State:
+    """One operation of this node: whether its file is ready under the hidden name, and when to try again."""
+
+    ready: bool = False
+    delay_s: float = 0.0
+    waiting_for: bytes | None = None
+    running: bool = False
+    failed: bool = False
+
+
+@dataclass(slots=True)
+class Progress:
+    """Numbers for ``status``."""
+
+    landed_bytes: int = 0
+    landed_ops: int = 0
+    errors: dict[bytes, str] = field(default_factory=dict)
+
+
+class Drainer:
+    """Carries out the pending operations that this node is responsible for."""
+
+    def __init__(self, node: Node, files: Files, reader: Reader) -> None:
+        self.node = node
+        self.files = files
+        self.reader = reader
+        self.order = PendingOrder()
+        self.progress = Progress()
+        self._states: dict[bytes, _State] = {}
+        self._waiters: dict[bytes, set[bytes]] = {}
+        self._runnable: dict[bytes, None] = {}
+        self._prepared: dict[str, bytes] = {}
+        self._wake = trio.Event()
+        self._nursery: trio.Nursery | None = None
+        self._copy_slots = trio.CapacityLimiter(max(1, node.options.drain_workers))
+        self._meta_slots = trio.CapacityLimiter(META_TASKS_MAX)
+        self._landed = trio.Event()
+        self.on_landed: Callable[[], None] = lambda: None
+
+    # ---- following the catalogue
+    def load(self) -> None:
+        """Take in what is pending when the engine starts."""
+        for key, op, created in self.node.catalogue.view.ops():
+            self._added(key, created, op)
+
+    def notice(self, changes: list[tuple[bytes, AnyRecord | None, AnyRecord | None]]) -> None:
+        """Catalogue listener."""
+        for key, old, new in changes:
+            if isinstance(new, Op):
+                entry = self.node.catalogue.view.entry(key)
+                self._added(key, entry.created if entry else 0, new)
+            elif isinstance(old, Op):
+                self._removed(key, old)
+            elif key.startswith(b"l/"):
+                for pending, _, _ in list(self.node.catalogue.view.ops()):
+                    self._consider(pending)
+
+    def _added(self, key: bytes, created: int, op: Op) -> None:
+        self.order.add(key, created, op)
+        self._consider(key)
+
+    def _removed(self, key: bytes, op: Op) -> None:
+        self.order.remove(key)
+        self._states.pop(key, None)
+        self._runnable.pop(key, None)
+        self.progress.errors.pop(key, None)
+        for waiter in self._waiters.pop(key, ()):
+            self._consider(waiter)
+        self._landed.set()
+        self._landed = trio.Event()
+        self.on_landed()
+
+    def _responsible(self, op: Op) -> bool:
+        """Whether this node carries the operation out: its owner, or the survivor that comes first."""
+        node = self.node
+        if node.live(op.owner):
+            return op.owner == node.name
+        inode = node.catalogue.view.inode(op.fid)
+        if op.kind == OpKind.PUT and op.size and inode is not None:
+            holders = node.holders(inode)
+            return bool(holders) and holders[0] == node.name
+        return node.name == min((n for n in node.catalogue.view.nodes if node.live(n)), default=node.name)
+
+    def _consider(self, key: bytes) -> None:
+        """Decide whether an operation can make progress; if it waits, remember for whom."""
+        op = self.node.catalogue.view.op(key)
+        if op is None or not self._responsible(op) or self.node.options.offline:
+            return
+        state = self._states.setdefault(key, _State())
+        if state.running or key in self._runnable:
+            return
+        blocker = self.order.blocker(key)
+        if blocker is not None and blocker != key:
+            state.waiting_for = blocker
+            self._waiters.setdefault(blocker, set()).add(key)
+            if op.kind != OpKind.PUT or state.ready or op.cancelled:
+                return
+        else:
+            state.waiting_for = None
+        self._runnable[key] = None
+        self._wake.set()
+
+    async def run(self) -> None:
+        """Carry out what can be carried out, until cancelled."""
+        async with trio.open_nursery() as nursery:
+            self._nursery = nursery
+            while True:
+                await self._wake.wait()
+                self._wake = trio.Event()
+                for key in list(self._runnable):
+                    del self._runnable[key]
+                    state = self._states.get(key)
+                    if state is not None and not state.running:
+                        state.running = True
+                        nursery.start_soon(self._serve, key, state)
+
+    async def _serve(self, key: bytes, state: _State) -> None:
+        op = self.node.catalogue.view.op(key)
+        try:
+            if op is not None:
+                await self._carry_out(key, op, state)
+                state.delay_s, state.failed = 0.0, False
+                self.progress.errors.pop(key, None)
+        except (CacheXError, OSError, trio.TooSlowError, FsError) as error:
+            assert op is not None
+            state.delay_s = min(max(state.delay_s * 2, RETRY_FIRST_S), RETRY_MAX_S)
+            state.failed = True
+            await self._show(key, op, error, state.delay_s)
+            await trio.sleep(state.delay_s)
+        finally:
+            state.running = False
+            self._consider(key)
+
+    async def _show(self, key: bytes, op: Op, error: BaseException, delay_s: float) -> None:
+        what = errno_name(error.errno) if isinstance(error, OSError) and error.errno else str(error)
+        if isinstance(error, trio.TooSlowError):
+            what = "the PFS does not answer"
+        text = f"drain: {op.kind}: {what}; next try in {delay_s:.2g} s"
+        self.progress.errors[key] = text
+        log.warning("%r: %s", op.path, text)
+        if op.kind == OpKind.PUT:
+            ctx = self.node.ctx()
+            try:
+                await self.node.catalogue.mutate(lambda tx: namespace.note_error(tx, ctx, op.fid, text))
+            except CacheXError as unavailable:
+                log.warning("the error could not be recorded: %s", unavailable)
+
+    # ---- operations
+    async def _carry_out(self, key: bytes, op: Op, state: _State) -> None:
+        if op.kind == OpKind.PUT:
+            await self._put(key, op, state)
+        else:
+            async with self._meta_slots:
+                if self.order.blocker(key) in (None, key):
+                    await self._other(key, op)
+
+    async def _put(self, key: bytes, op: Op, state: _State) -> None:
+        inode = self.node.catalogue.view.inode(op.fid)
+        if op.cancelled or inode is None or self._superseded(key, op):
+            await self._finish(key)
+            return
+        if not state.ready:
+            async with self._copy_slots:
+                await self._prepare(op, inode)
+            state.ready = True
+        if self.order.blocker(key) is not None:
+            return
+        current = self.node.catalogue.view.op(key)
+        inode = self.node.catalogue.view.inode(op.fid)
+        if current is None or current.cancelled or inode is None:
+            await self._finish(key)
+            return
+        assert self.node.pfs is not None
+        try:
+            async with self._meta_slots:
+                found = await self.node.pfs.land(self._hidden(op), op.path, self._attrs(inode), STALL_S)
+        except FileNotFoundError:
+            state.ready = False  # the temporary or the parent is gone: make it again and say so
+            raise
+        await self._landed_put(key, op, inode, found)
+
+    def _superseded(self, key: bytes, op: Op) -> bool:
+        """A later content of the same file is pending and nothing in between waits for this one."""
+        later = [k for k, o in self.node.catalogue.view.ops_of(op.fid) if o.kind == OpKind.PUT and o.gen > op.gen]
+        return bool(later) and not self.order.commit_between(op.path, key, later[0])
+
+    def _hidden(self, op: Op) -> str:
+        return f"{op.stage or f'{op.fid:x}.{op.gen:x}'}-{op.size:x}"
+
+    async def _prepare(self, op: Op, inode: Inode) -> None:
+        hidden = self._hidden(op)
+        if hidden in self._prepared:
+            return
+        source = "/dev/null" if not op.size else self.node.local_path(op.stage, op.size)
+        if source is None:
+            raise FsError(5, f"no whole copy of generation {op.gen} on node {self.node.name}")
+        assert self.node.pfs is not None
+        record = msgspec.msgpack.encode(
+            {"path": op.path, "fid": op.fid, "gen": op.gen, "size": op.size, "mode": inode.mode, "uid": inode.uid,
+             "gid": inode.gid, "mtime_ns": inode.mtime_ns, "base": None if inode.pfs is None else
+             [inode.pfs.ino, inode.pfs.size, inode.pfs.mtime_ns]}
+        )  # fmt: skip
+        await self.node.pfs.prepare(source, op.size, hidden, self._attrs(inode), record, STALL_S)
+        self.progress.landed_bytes += op.size
+
+    async def _landed_put(self, key: bytes, op: Op, inode: Inode, found: PfsStat) -> None:
+        self._prepared.pop(self._hidden(op), None)
+        hidden = inode.pfs.hidden if inode.pfs is not None else ""
+        now_s = self.node.clock.now_s()
+        copy = PfsCopy(op.gen, now_s, found.ino, found.size, found.mtime_ns)
+        used = self._attrs(inode)
+
+        def land(tx: Tx) -> None:
+            if finish_op(tx, ctx, key) is None:
+                return
+            now = tx.inode(op.fid)
+            if now is None:
+                return
+            current = now.gen == op.gen
+            now = msgspec.structs.replace(
+                now, pfs=copy, t_pfs_s=now_s if current else now.t_pfs_s, error="" if current else now.error
+            )
+            tx.put(rec.inode_key(op.fid), now)
+
+        ctx = self.node.ctx()
+        await self.node.catalogue.mutate(land)
+        self.progress.landed_ops += 1
+        assert self.node.pfs is not None
+        if hidden:
+            await self.node.pfs.run("unlink", b".cachexfs/held/" + hidden.encode(), b"", None, STALL_S)
+        now = self.node.catalogue.view.inode(op.fid)
+        if now is not None and now.gen == op.gen and self._attrs(now) != used:
+            await self.node.pfs.run("attr", op.path, b"", self._attrs(now), STALL_S)
+
+    def _attrs(self, inode: Inode, times: DirTimes | None = None) -> PfsAttrs:
+        mtime_ns = times.mtime_ns if times is not None else inode.mtime_ns
+        return PfsAttrs(inode.mode, inode.uid, inode.gid, inode.atime_ns, mtime_ns)
+
+    async def _other(self, key: bytes, op: Op) -> None:
+        assert self.node.pfs is not None
+        view, pfs = self.node.catalogue.view, self.node.pfs
+        inode = view.inode(op.fid)
+        if op.kind == OpKind.WITHDRAW:
+            await self._withdraw(key, op)
+            return
+        if op.kind in (OpKind.ATTR, OpKind.DIRATTR):
+            await self._set_attrs(key, op)
+            return
+        if op.kind == OpKind.MKDIR and inode is not None:
+            await pfs.run("mkdir", op.path, b"", self._attrs(inode), STALL_S)
+        elif op.kind == OpKind.SYMLINK and inode is not None:
+            await pfs.run("symlink", op.path, op.path2, self._attrs(inode), STALL_S)
+        elif op.kind == OpKind.MKNOD and inode is not None:
+            await pfs.run(f"mknod:{inode.kind}:{inode.rdev}", op.path, b"", self._attrs(inode), STALL_S)
+        elif op.kind == OpKind.RENAME:
+            await pfs.run("rename", op.path, op.path2, None, STALL_S)
+        elif op.kind == OpKind.RMDIR:
+            await pfs.run("rmdir", op.path, b"", None, STALL_S)
+        elif op.kind == OpKind.UNLINK:
+            await pfs.run("unlink", op.path, b"", None, STALL_S)
+            if op.path2:
+                await pfs.run("unlink", b".cachexfs/held/" + op.path2, b"", None, STALL_S)
+        await self._finish(key)
+        if op.kind == OpKind.SYMLINK or op.kind == OpKind.MKNOD:
+            await self._note_landed(op.fid)
+
+    async def _note_landed(self, fid: int) -> None:
+        """A symlink or special file is on the PFS."""
+        now_s = self.node.clock.now_s()
+
+        def note(tx: Tx) -> None:
+            inode = tx.inode(fid)
+            if inode is not None:
+                pfs = PfsCopy(inode.gen, now_s, 0, inode.size, inode.mtime_ns)
+                tx.put(rec.inode_key(fid), msgspec.structs.replace(inode, pfs=pfs, t_pfs_s=now_s))
+
+        await self.node.catalogue.mutate(note)
+
+    async def _withdraw(self, key: bytes, op: Op) -> None:
+        """Take a commit file off the PFS before what it names changes there. The claim falls first."""
+        assert self.node.pfs is not None
+        hidden = f"{op.fid:x}.{op.gen:x}"
+
+        def fall(tx: Tx) -> bool:
+            inode = tx.inode(op.fid)
+            if inode is None or inode.pfs is None:
+                return False
+            why = "taken off the PFS, because a file that it names has changed"
+            pfs = msgspec.structs.replace(inode.pfs, hidden=hidden)
+            tx.put(rec.inode_key(op.fid), msgspec.structs.replace(inode, pfs=pfs, t_pfs_s=0.0, error=why))
+            return True
+
+        if await self.node.catalogue.mutate(fall):
+            await self.node.pfs.run("hide", op.path, hidden.encode(), None, STALL_S)
+        await self._finish(key)
+
+    async def _set_attrs(self, key: bytes, op: Op) -> None:
+        assert self.node.pfs is not None
+        view = self.node.catalogue.view
+        entry, inode = view.entry(key), view.inode(op.fid)
+        if entry is None:
+            return
+        seen = view.entry(rec.inode_key(op.fid))
+        path = op.path
+        if inode is not None:
+            times = view.dir_times(op.fid) if op.kind == OpKind.DIRATTR else None
+            if op.kind == OpKind.DIRATTR:
+                path = self.reader.path(op.fid) or b""
+            await self.node.pfs.run("attr", path, b"", self._attrs(inode, times), STALL_S)
+
+        def done(tx: Tx) -> None:
+            now, now_inode = tx.view.entry(key), tx.view.entry(rec.inode_key(op.fid))
+            unchanged = (now_inode.modified if now_inode else 0) == (seen.modified if seen else 0)
+            if now is not None and now.modified == entry.modified and (unchanged or op.kind == OpKind.DIRATTR):
+                tx.inode(op.fid)
+                finish_op(tx, ctx, key)
+
+        ctx = self.node.ctx()
+        await self.node.catalogue.mutate(done)
+
+    async def _finish(self, key: bytes) -> None:
+        ctx = self.node.ctx()
+        await self.node.catalogue.mutate(lambda tx: finish_op(tx, ctx, key))
+        self.progress.landed_ops += 1
+
+    # ---- fsync=pfs
+    async def sync(self, vnode: Vnode) -> None:
+        """Bytes of a file in progress, with a recovery record, fsynced on the PFS under a hidden name."""
+        if vnode.dirty:
+            version, size, digests = await self.files.snapshot(vnode)
+            del version
+            inode = self.node.catalogue.view.inode(vnode.fid)
+            if inode is None or size == 0:
+                return
+            path = self.reader.path(vnode.fid) or b""
+            op = Op(OpKind.PUT, path, self.node.name, vnode.fid, vnode.content.gen + 1, size=size, stage=vnode.stage)
+            async with self._copy_slots:
+                await self._prepare(op, inode)
+            again = await self.files.snapshot(vnode)
+            if again[1] == size and again[2][1] == digests[1]:
+                self._prepared[self._hidden(op)] = digests[1]
+            return
+        await self.until_ready(vnode.fid)
+
+    async def until_ready(self, fid: int) -> None:
+        """Wait until the published content of a file is safe on the PFS, under its name or a hidden one."""
+        view = self.node.catalogue.view
+        while True:
+            inode = view.inode(fid)
+            if inode is None or self.node.on_pfs(inode):
+                return
+            keys = [k for k, op in view.ops_of(fid) if op.kind == OpKind.PUT and op.gen == inode.gen]
+            if any((state := self._states.get(k)) is not None and state.ready for k in keys):
+                return
+            await self.changed()
+
+    async def changed(self) -> None:
+        """Return when an operation has landed, or soon."""
+        with trio.move_on_after(0.05):
+            await self._landed.wait()
+
+    # ---- what is left
+    def own_pending(self) -> list[tuple[bytes, Op]]:
+        """Pending operations that this node is responsible for."""
+        return [(key, op) for key, op, _ in self.node.catalogue.view.ops() if self._responsible(op)]
+
+    def pending_bytes(self) -> int:
+        """Bytes of the job that are not on the PFS yet."""
+        return sum(op.size for _, op, _ in self.node.catalogue.view.ops() if op.kind == OpKind.PUT and not op.cancelled)
+
+    def reason(self, key: bytes) -> str:
+        """Why an operation has not landed, in words."""
+        if key in self.progress.errors:
+            return self.progress.errors[key]
+        op = self.node.catalogue.view.op(key)
+        blocker = self.order.blocker(key)
+        waits = self.node.catalogue.view.op(blocker) if blocker is not None else None
+        if waits is not None:
+            shown = waits.path.decode(errors="backslashreplace")
+            return f"waits for the {waits.kind} of {shown!r} (node {waits.owner}), which must land first"
+        if op is not None and not self.node.live(op.owner):
+            return f"its node {op.owner} is lost; a survivor takes over"
+        return "is being copied" if op is not None and op.kind == OpKind.PUT else "is under way"

@@ -1,0 +1,468 @@
+"""Open files: writing into staging, and publication.
+
+Role: a ``Vnode`` is one content lineage of one file on this node, behind one inode number. Local writes change it
+in place; a generation that another node publishes gets a new vnode and a new inode number as soon as this node
+has had pages of the old one cached (a page fault through the old handle would poison the new one's cache).
+
+The staging file is the truth. Its first ``sealed`` bytes belong to published generations and never change: a
+write below them continues in a private copy, a write beyond them (appending) in place.
+
+Concurrency: handlers of one file run interleaved. Between two awaits nothing changes; ``change_lock`` covers the
+exchange of a staging file, ``publish_lock`` makes publications of a file happen one after the other. A write and
+a publication of the same file may overlap: the publication covers what was written before it began.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+from dataclasses import dataclass, field
+
+import trio
+
+from cachexfs.core import namespace
+from cachexfs.core.commitfiles import is_pointer_name, pointer_target
+from cachexfs.core.namespace import Content
+from cachexfs.core.order import parent_of
+from cachexfs.core.records import FID_STEP, Copy, Generation, Inode
+from cachexfs.engine.interfaces import ContentSource, Synced
+from cachexfs.engine.node import Node
+from cachexfs.errors import CacheXError, CatalogueUnavailableError, FsError
+
+log = logging.getLogger(__name__)
+
+POINTER_BYTES_MAX = 4096
+WRITABLE = os.O_WRONLY | os.O_RDWR
+UNWRITABLE = 1 << 62  # as ``sealed``: every write continues in a private copy
+
+
+@dataclass(eq=False, slots=True)
+class Vnode:
+    """One lineage of one file. ``version`` counts changes here, ``published`` is the one that was published."""
+
+    fid: int
+    ino: int
+    content: Generation
+    lookups: int = 0
+    handles: int = 0
+    writers: int = 0
+    paged: bool = False  # the kernel may hold pages of it
+    paged_token: tuple[int, int] = (-1, -1)
+    stage: str = ""
+    fd: int = -1
+    sealed: int = 0
+    version: int = 0
+    published: int = 0
+    mtime_ns: int = 0
+    mtime_version: int = -1
+    removed: bool = False
+    synced: Synced | None = None
+    digested: tuple[int, int, tuple[bytes, bytes, list[bytes]]] | None = None
+    change_lock: trio.Lock = field(default_factory=trio.Lock)
+    publish_lock: trio.Lock = field(default_factory=trio.Lock)
+
+    @property
+    def dirty(self) -> bool:
+        """Whether bytes here are newer than the published generation."""
+        return self.version != self.published
+
+    @property
+    def size(self) -> int:
+        """Length as this node's applications see it, in bytes."""
+        return os.fstat(self.fd).st_size if self.dirty else self.content.size
+
+
+@dataclass(eq=False, slots=True)
+class Handle:
+    """One open file description. ``wrote``: its FLUSH publishes."""
+
+    vnode: Vnode
+    flags: int
+    wrote: bool = False
+
+    @property
+    def writable(self) -> bool:
+        """Whether it was opened for writing."""
+        return bool(self.flags & WRITABLE)
+
+
+class Files:
+    """All vnodes of this mount."""
+
+    def __init__(self, node: Node, source: ContentSource) -> None:
+        self.node = node
+        self.source = source
+        self._by_ino: dict[int, Vnode] = {}
+        self._current: dict[int, Vnode] = {}
+        self.room_wanted = trio.Event()
+
+    # ---- vnodes
+    def vnode(self, fid: int) -> Vnode:
+        """The vnode of a file's current content. Raises ENOENT."""
+        generation = self.node.catalogue.view.generation(fid)
+        if generation is None:
+            raise FsError(errno.ENOENT)
+        vnode = self._current.get(fid)
+        if vnode is None:
+            return self._bind(fid, fid, generation)
+        if vnode.dirty or vnode.content.gen == generation.gen:
+            vnode.content = generation if not vnode.dirty else vnode.content
+            return vnode
+        if not vnode.paged:
+            self._rebind(vnode, generation)
+            return vnode
+        ino = fid + (vnode.ino + 1) % FID_STEP
+        del self._current[fid]
+        self._drop_if_idle(vnode)
+        return self._bind(fid, ino, generation)
+
+    def by_ino(self, ino: int) -> Vnode:
+        """The vnode behind an inode number that the kernel knows (also after a restart). Raises ENOENT."""
+        vnode = self._by_ino.get(ino)
+        if vnode is None:
+            fid = ino // FID_STEP * FID_STEP
+            generation = self.node.catalogue.view.generation(fid)
+            if generation is None or fid in self._current:
+                raise FsError(errno.ESTALE if fid in self._current else errno.ENOENT)
+            vnode = self._bind(fid, ino, generation)
+        return vnode
+
+    def known(self, fid: int) -> Vnode | None:
+        """The vnode of a file if this node has one."""
+        return self._current.get(fid)
+
+    def open_vnodes(self) -> list[Vnode]:
+        """Vnodes with handles or unpublished bytes."""
+        return [v for v in self._by_ino.values() if v.handles or v.dirty]
+
+    def _bind(self, fid: int, ino: int, generation: Generation) -> Vnode:
+        vnode = Vnode(fid, ino, generation)
+        self._by_ino[ino] = vnode
+        self._current[fid] = vnode
+        return vnode
+
+    def _rebind(self, vnode: Vnode, generation: Generation) -> None:
+        self._close_stage(vnode)
+        vnode.content = generation
+        vnode.synced = None
+        vnode.digested = None
+
+    def remember(self, vnode: Vnode) -> None:
+        """The kernel has been given the inode number once more."""
+        vnode.lookups += 1
+
+    def forget(self, ino: int, count: int) -> None:
+        """The kernel has dropped references to an inode number."""
+        vnode = self._by_ino.get(ino)
+        if vnode is not None:
+            vnode.lookups = max(0, vnode.lookups - count)
+            if vnode.lookups == 0:
+                vnode.paged = False
+            self._drop_if_idle(vnode)
+
+    def _drop_if_idle(self, vnode: Vnode) -> None:
+        if vnode.lookups or vnode.handles or vnode.dirty:
+            return
+        self._by_ino.pop(vnode.ino, None)
+        if self._current.get(vnode.fid) is vnode:
+            del self._current[vnode.fid]
+        stage = vnode.stage
+        self._close_stage(vnode)
+        if vnode.removed and stage:
+            self.node.staging.remove(stage)
+
+    def _close_stage(self, vnode: Vnode) -> None:
+        if vnode.fd >= 0:
+            os.close(vnode.fd)
+        vnode.fd, vnode.stage, vnode.sealed = -1, "", 0
+
+    # ---- opening
+    def open(self, vnode: Vnode, flags: int) -> Handle:
+        """A handle on a vnode."""
+        vnode.handles += 1
+        handle = Handle(vnode, flags)
+        if handle.writable:
+            vnode.writers += 1
+        return handle
+
+    def keep_pages(self, vnode: Vnode) -> bool:
+        """Whether pages that the kernel has from an earlier open are still those of this content."""
+        token = (vnode.content.gen, vnode.version)
+        kept = vnode.paged and vnode.paged_token == token
+        vnode.paged, vnode.paged_token = True, token
+        return kept
+
+    async def release(self, handle: Handle) -> None:
+        """The last reference to a handle is gone: publish what came after the last FLUSH."""
+        vnode = handle.vnode
+        if handle.writable:
+            vnode.writers -= 1
+        vnode.handles -= 1
+        try:
+            if vnode.dirty and (handle.wrote or vnode.writers == 0):
+                await self.publish(vnode)
+        finally:
+            self._drop_if_idle(vnode)
+
+    # ---- writing
+    async def write(self, handle: Handle, offset: int, data: bytes) -> int:
+        """Put bytes into the staging file; returns how many. Raises ENOSPC at the deadline for room."""
+        vnode = handle.vnode
+        if vnode.fd < 0 or offset < vnode.sealed or not vnode.dirty or vnode.change_lock.locked():
+            await self._begin(vnode, offset)
+        staging = self.node.staging
+        if staging.used_bytes + len(data) > staging.limit_bytes:
+            await self._room(vnode, len(data))
+        done = os.pwrite(vnode.fd, data, offset)
+        self._changed(vnode)
+        handle.wrote = True
+        return done
+
+    def _changed(self, vnode: Vnode) -> None:
+        vnode.version += 1
+        vnode.mtime_ns = self.node.clock.now_ns()
+        self.node.staging.recount(vnode.stage, vnode.fd)
+        if not vnode.removed:
+            self.source.grown(vnode)
+
+    async def truncate(self, vnode: Vnode, size: int) -> None:
+        """ftruncate. Growing leaves a hole."""
+        if size == vnode.size:
+            return
+        await self._begin(vnode, size, keep=size)
+        os.ftruncate(vnode.fd, size)
+        self._changed(vnode)
+
+    async def _begin(self, vnode: Vnode, offset: int, keep: int | None = None) -> None:
+        """Make sure that a change at ``offset`` may go into ``vnode.fd`` (``keep``: bytes of the old content needed).
+
+        The first change of published content is told to the catalogue before it happens.
+        """
+        async with vnode.change_lock:
+            first = not vnode.dirty
+            if first and vnode.content.size and not vnode.removed:
+                ctx = self.node.ctx()
+                await self.node.catalogue.mutate(lambda tx: namespace.begin_change(tx, ctx, vnode.fid))
+            if vnode.fd >= 0 and offset >= vnode.sealed:
+                return
+            if vnode.fd < 0 and self._continue(vnode, offset):
+                return
+            await self._copy_up(vnode, keep)
+
+    def _continue(self, vnode: Vnode, offset: int) -> bool:
+        """Append in place to this node's own staged file of the published generation, if that is what happens."""
+        content = vnode.content
+        if not content.stage or offset < content.size or content.origin != self.node.name:
+            return False
+        if not self.node.staging.has(content.stage) or self.node.staging.size(content.stage) != content.size:
+            return False
+        vnode.fd = self.node.staging.open_file(content.stage, write=True)
+        vnode.stage, vnode.sealed = content.stage, content.size
+        return True
+
+    async def _copy_up(self, vnode: Vnode, keep: int | None) -> None:
+        """A private staging file with the old bytes (at most ``keep`` of them)."""
+        size = vnode.size
+        want = size if keep is None else min(keep, size)
+        staging = self.node.staging
+        stage = self.source.new_stage(vnode.fid, vnode.content.gen + 1)
+        fd = staging.create(stage)
+        try:
+            if want:
+                await self._room(vnode, want)
+                if vnode.fd >= 0:
+                    await copy_bytes(vnode.fd, fd, want)
+                else:
+                    await self.source.fetch_into(vnode.fid, vnode.content, fd, want)
+            staging.recount(stage, fd)
+        except BaseException:
+            os.close(fd)
+            staging.remove(stage)
+            raise
+        old_fd, old_stage, was_dirty = vnode.fd, vnode.stage, vnode.dirty and vnode.sealed == 0
+        vnode.fd, vnode.stage, vnode.sealed = fd, stage, 0
+        vnode.synced, vnode.digested = None, None
+        if old_fd >= 0:
+            os.close(old_fd)
+            if was_dirty and old_stage:
+                staging.remove(old_stage)
+
+    async def _room(self, vnode: Vnode, length: int) -> None:
+        """Wait until staging has room; ENOSPC at ``full_timeout``."""
+        staging = self.node.staging
+        if self.source.make_room(length):
+            return
+        with trio.move_on_after(self.node.options.full_timeout_s):
+            while True:
+                await self.source.room_freed()
+                if self.source.make_room(length):
+                    return
+        raise FsError(
+            errno.ENOSPC,
+            f"staging is full ({staging.used_bytes >> 20} of {staging.limit_bytes >> 20} MiB) and nothing in it "
+            f"reached the PFS for {self.node.options.full_timeout_s:.0f} s",
+        )
+
+    # ---- publication
+    async def publish(self, vnode: Vnode) -> None:
+        """Make what was written before this call visible everywhere (FLUSH). Raises ``FsError`` (EIO, ENOSPC)."""
+        async with vnode.publish_lock:
+            if not vnode.dirty:
+                return
+            if vnode.removed or self.node.catalogue.view.inode(vnode.fid) is None:
+                self._abandon(vnode)
+                return
+            version, size = vnode.version, os.fstat(vnode.fd).st_size
+            stage = vnode.stage
+            vnode.sealed = max(vnode.sealed, size)
+            digest, tree, _ = await self._digests(vnode, version, size)
+            copies = self._copies(vnode, version, stage, size)
+            content = Content(
+                size, digest, tree, stage if size else "", copies, vnode.mtime_ns, self._target(vnode, size)
+            )
+            ctx, base = self.node.ctx(), vnode.content.gen
+            published = await self.node.catalogue.mutate(
+                lambda tx: namespace.publish(tx, ctx, vnode.fid, base, content)
+            )
+            if published is None:
+                self._abandon(vnode)
+                return
+            generation = self.node.catalogue.view.generation(vnode.fid)
+            assert generation is not None
+            vnode.content = generation
+            vnode.published = version
+            if generation.conflict:
+                self.node.errors[f"conflict:{vnode.fid:x}"] = (
+                    f"a generation of node {generation.conflict} was replaced without having been seen"
+                )
+            if not size and vnode.stage == stage and not vnode.dirty:
+                self._close_stage(vnode)
+                self.node.staging.remove(stage)
+
+    async def _digests(self, vnode: Vnode, version: int, size: int) -> tuple[bytes, bytes, list[bytes]]:
+        if vnode.digested is not None and vnode.digested[:2] == (version, size):
+            return vnode.digested[2]
+        found = await self.node.digests(vnode.fd, size)
+        vnode.digested = (version, size, found)
+        return found
+
+    async def snapshot(self, vnode: Vnode) -> tuple[int, int, tuple[bytes, bytes, list[bytes]]]:
+        """(version, size, digests) of the bytes now in the staging file, for an fsync before publication."""
+        version, size = vnode.version, os.fstat(vnode.fd).st_size
+        return version, size, await self._digests(vnode, version, size)
+
+    def _copies(self, vnode: Vnode, version: int, stage: str, size: int) -> tuple[Copy, ...]:
+        now_s = self.node.clock.now_s()
+        own = (Copy(self.node.name, self.node.staging.store, "memory", now_s),) if size else ()
+        if vnode.synced is not None and (vnode.synced.version, vnode.synced.size) == (version, size):
+            return own + vnode.synced.copies
+        return own
+
+    def _target(self, vnode: Vnode, size: int) -> bytes | None:
+        """Where a tracker file points, relative to the mount."""
+        names = self.node.catalogue.view.names_of(vnode.fid)
+        if not names or size > POINTER_BYTES_MAX or not is_pointer_name(names[0][1]):
+            return None
+        target = pointer_target(names[0][1], os.pread(vnode.fd, size, 0))
+        path = self.source.path(vnode.fid)
+        return None if target is None or path is None else namespace.resolve(parent_of(path), target)
+
+    def _abandon(self, vnode: Vnode) -> None:
+        """The file is gone from the namespace: its bytes live only as long as its handles."""
+        vnode.removed = True
+        vnode.published = vnode.version
+        vnode.content = Generation(vnode.content.gen, os.fstat(vnode.fd).st_size, b"", b"", vnode.stage, self.node.name)
+
+    def removed(self, fid: int) -> None:
+        """A file lost its last name. Its vnode keeps serving open handles from an open staging file."""
+        vnode = self._current.get(fid)
+        if vnode is None:
+            return
+        vnode.removed = True
+        content = vnode.content
+        if vnode.fd >= 0 or not vnode.handles or not content.stage:
+            return
+        path = self.node.local_path(content.stage, content.size)
+        if path is not None:
+            vnode.fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            vnode.sealed = UNWRITABLE
+
+    # ---- reading
+    async def read(self, vnode: Vnode, offset: int, length: int) -> bytes:
+        """Bytes as this node's applications see them. Short at the end of the file."""
+        if vnode.dirty:
+            return os.pread(vnode.fd, length, offset)
+        content = vnode.content
+        length = min(length, content.size - offset)
+        if length <= 0:
+            return b""
+        if vnode.fd >= 0 or self._open_local(vnode):
+            return os.pread(vnode.fd, length, offset)
+        return await self.source.read(vnode.fid, content, offset, length)
+
+    def _open_local(self, vnode: Vnode) -> bool:
+        """Serve a clean vnode from an open local copy, if this node has one of exactly this content."""
+        content = vnode.content
+        if not content.stage or not self.node.staging.has(content.stage):
+            return False
+        if self.node.staging.size(content.stage) != content.size:
+            return False
+        vnode.fd = self.node.staging.open_file(content.stage, write=True)
+        vnode.stage, vnode.sealed = content.stage, content.size
+        return True
+
+    async def flush(self, handle: Handle) -> None:
+        """FLUSH: publish this handle's writes, and a created file that stayed empty."""
+        vnode = handle.vnode
+        if vnode.dirty and handle.wrote:
+            await self.publish(vnode)
+        elif vnode.content.open and handle.writable and not vnode.dirty and not vnode.removed:
+            ctx = self.node.ctx()
+            await self.node.catalogue.mutate(lambda tx: namespace.close_created(tx, ctx, vnode.fid))
+            generation = self.node.catalogue.view.generation(vnode.fid)
+            vnode.content = generation if generation is not None else vnode.content
+
+    async def publish_all(self) -> list[str]:
+        """Publish every unpublished content (before an unmount); returns what could not be, in words."""
+        failed = []
+        for vnode in list(self._by_ino.values()):
+            if vnode.dirty:
+                try:
+                    await self.publish(vnode)
+                except (CacheXError, OSError) as error:
+                    failed.append(f"{self.source.path(vnode.fid)!r}: {error}")
+        return failed
+
+
+async def copy_bytes(source: int, target: int, length: int) -> None:
+    """Copy the first ``length`` bytes between descriptors; in a thread when it is more than a block."""
+
+    def work() -> None:
+        done = 0
+        while done < length:
+            try:
+                count = os.copy_file_range(source, target, length - done, done, done)
+            except OSError as error:
+                if error.errno not in (errno.EXDEV, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL):
+                    raise
+                data = os.pread(source, min(length - done, 1 << 20), done)
+                count = os.pwrite(target, data, done) if data else 0
+            if count == 0:
+                raise FsError(errno.EIO, f"the staged file ends at byte {done}, {length} were expected")
+            done += count
+
+    if length <= 1 << 20:
+        work()
+    else:
+        await trio.to_thread.run_sync(work)
+
+
+def attrs_of(inode: Inode, vnode: Vnode | None) -> tuple[int, int]:
+    """(size, mtime in ns) that this node's applications see."""
+    if vnode is None or not vnode.dirty:
+        return inode.size, inode.mtime_ns
+    return vnode.size, max(vnode.mtime_ns, 0)
+
+
+__all__ = ["CatalogueUnavailableError", "Files", "Handle", "Vnode", "attrs_of", "copy_bytes"]

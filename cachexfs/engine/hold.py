@@ -1,0 +1,152 @@
+"""What this node keeps and what it may forget: staged files, replicas held for others, room for writers.
+
+Role: bytes go when nothing refers to them (no current generation, pending drain, fsynced content or open file),
+and under pressure when they are on the PFS, oldest first. Nothing else is ever removed.
+
+Concurrency: decisions are synchronous; removing a replica and telling the catalogue of an eviction are tasks.
+"""
+
+from __future__ import annotations
+
+import logging
+
+import trio
+
+from cachexfs.core import namespace
+from cachexfs.core.records import AnyRecord, Generation, Inode, Op
+from cachexfs.core.replica import Tx
+from cachexfs.core.stages import parse_stage
+from cachexfs.engine.files import Files
+from cachexfs.engine.node import Node
+from cachexfs.errors import CacheXError
+
+log = logging.getLogger(__name__)
+
+
+class Keeper:
+    """Forgets what is not needed."""
+
+    def __init__(self, node: Node, files: Files) -> None:
+        self.node = node
+        self.files = files
+        self._nursery: trio.Nursery | None = None
+        self._freed = trio.Event()
+        self.evicted_bytes = 0
+
+    async def run(self) -> None:
+        """Carry out removals, until cancelled."""
+        async with trio.open_nursery() as nursery:
+            self._nursery = nursery
+            for stage in self.node.replicas.stages() if self.node.replicas else ():
+                fid, _ = parse_stage(stage)
+                if self.node.catalogue.view.inode(fid) is None:
+                    self._check(stage)
+            await trio.sleep_forever()
+
+    def notice(self, changes: list[tuple[bytes, AnyRecord | None, AnyRecord | None]]) -> None:
+        """Catalogue listener: something that referred to bytes may have gone."""
+        for key, old, new in changes:
+            stages: set[str] = set()
+            if isinstance(old, Generation):
+                stages.add(old.stage)
+                if new is None:
+                    self.files.removed(int(key[2:], 16))
+            elif isinstance(old, Op):
+                stages.add(old.stage)
+            elif isinstance(old, Inode) and old.synced is not None:
+                stages.add(old.synced.stage)
+            for stage in stages:
+                self._check(stage)
+
+    def referenced(self, stage: str) -> bool:
+        """Whether a generation, a pending drain, an fsync or an open file needs a stage."""
+        fid, _ = parse_stage(stage)
+        view = self.node.catalogue.view
+        generation, inode = view.generation(fid), view.inode(fid)
+        if generation is not None and generation.stage == stage:
+            return True
+        if inode is not None and inode.synced is not None and inode.synced.stage == stage:
+            return True
+        if any(op.stage == stage and not op.cancelled for _, op in view.ops_of(fid)):
+            return True
+        vnode = self.files.known(fid)
+        return vnode is not None and vnode.stage == stage
+
+    def _check(self, stage: str) -> None:
+        if not stage or self.referenced(stage):
+            return
+        if self.node.staging.has(stage):
+            self.node.staging.remove(stage)
+            self._free()
+        replicas = self.node.replicas
+        if replicas is not None and self._nursery is not None and stage in replicas.stages():
+            self._nursery.start_soon(self._drop_replica, stage)
+
+    async def _drop_replica(self, stage: str) -> None:
+        assert self.node.replicas is not None
+        try:
+            await self.node.replicas.drop(stage)
+        except OSError as error:
+            log.warning("replica %s could not be removed: %s", stage, error)
+
+    # ---- room
+    def make_room(self, length: int) -> bool:
+        """Evict staged contents that are on the PFS, oldest first, until ``length`` bytes fit."""
+        staging = self.node.staging
+        if staging.used_bytes + length <= staging.limit_bytes:
+            return True
+        for fid, stage in self._evictable():
+            before = staging.used_bytes
+            staging.remove(stage)
+            self.evicted_bytes += before - staging.used_bytes
+            if self._nursery is not None:
+                self._nursery.start_soon(self._tell_evicted, fid)
+            if staging.used_bytes + length <= staging.limit_bytes:
+                return True
+        return False
+
+    def evictable_bytes(self) -> int:
+        """Bytes of staging that a writer could get by eviction."""
+        total = 0
+        for fid, _ in self._evictable():
+            inode = self.node.catalogue.view.inode(fid)
+            total += inode.size if inode is not None else 0
+        return total
+
+    def _evictable(self) -> list[tuple[int, str]]:
+        view, found = self.node.catalogue.view, []
+        for stage in self.node.staging.stages():
+            fid, _ = parse_stage(stage)
+            inode, generation = view.inode(fid), view.generation(fid)
+            if inode is None or generation is None or generation.stage != stage:
+                continue
+            vnode = self.files.known(fid)
+            if not self.node.on_pfs(inode) or (vnode is not None and (vnode.dirty or vnode.handles)):
+                continue
+            if not any(op.stage == stage for _, op in view.ops_of(fid)):
+                found.append((inode.t_pfs_s, fid, stage))
+        return [(fid, stage) for _, fid, stage in sorted(found)]
+
+    async def _tell_evicted(self, fid: int) -> None:
+        gone = {(self.node.name, self.node.staging.store)}
+
+        def forget(tx: Tx) -> None:
+            namespace.forget_copies(tx, fid, gone)
+
+        try:
+            await self.node.catalogue.mutate(forget)
+        except CacheXError as error:
+            log.warning("the catalogue could not be told of an eviction: %s", error)
+
+    def _free(self) -> None:
+        self._freed.set()
+        self._freed = trio.Event()
+
+    def landed(self) -> None:
+        """Something reached the PFS: it may be evicted now."""
+        self._free()
+
+    async def room_freed(self) -> None:
+        """Return when there may be more room, or soon."""
+        with trio.move_on_after(0.2):
+            await self._freed.wait()

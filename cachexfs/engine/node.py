@@ -1,0 +1,153 @@
+"""What the parts of one node's engine share.
+
+Role: holds the adaptors, makes the context of a mutation, knows who is alive and who is the partner. It has no
+policy: ``files``, ``replicate``, ``drain``, ``hold``, ``recover`` and ``completeness`` each have one.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+
+import trio
+
+from cachexfs.config import MountOptions
+from cachexfs.core.boundary import Boundary, boundary_of
+from cachexfs.core.namespace import Ctx
+from cachexfs.core.records import FID_STEP, ROOT_FID, Copy, Inode
+from cachexfs.engine.interfaces import Catalogue, Clock, Peers, Pfs, ReplicaHolder, StagingArea
+
+log = logging.getLogger(__name__)
+
+#: (digest, tree, blocks) of the first bytes of an open file.
+DigestFile = Callable[[int, int], tuple[bytes, bytes, list[bytes]]]
+
+
+@dataclass
+class Node:
+    """This node: its adaptors, its identity, and what it knows of the others."""
+
+    options: MountOptions
+    name: str
+    catalogue: Catalogue
+    staging: StagingArea
+    clock: Clock
+    digest_file: DigestFile
+    pfs: Pfs | None = None
+    peers: Peers | None = None
+    replicas: ReplicaHolder | None = None
+    random: random.Random = field(default_factory=random.SystemRandom)
+    errors: dict[str, str] = field(default_factory=dict)
+    failed: str = ""
+    members: Callable[[int, int], Collection[bytes] | None] = field(default=lambda fid, gen: None)
+    _op_base: int = 0
+    _op_count: int = 0
+
+    def __post_init__(self) -> None:
+        self._op_base = self.clock.now_ns() // 1_000_000
+
+    # ---- mutations
+    def ctx(self) -> Ctx:
+        """Context of one change of the namespace, now."""
+        return Ctx(self.name, self.clock.now_ns(), self.clock.now_s(), self.next_op, self.new_fid, self.members)
+
+    def next_op(self) -> str:
+        """Ids of pending operations: those of one node sort in the order of issue, also over restarts."""
+        self._op_count += 1
+        return f"{self._op_base:012x}.{self._op_count:010x}.{self.name}"
+
+    def new_fid(self) -> int:
+        """A fresh file id: random, so that nodes need not agree first (a collision would be refused)."""
+        while True:
+            fid = self.random.getrandbits(50) * FID_STEP
+            if fid > ROOT_FID:
+                return fid
+
+    # ---- nodes
+    @property
+    def view(self):  # type: ignore[no-untyped-def]
+        """The catalogue's replica."""
+        return self.catalogue.view
+
+    @property
+    def replica_count(self) -> int:
+        """Partner copies wanted: 0 alone."""
+        return 0 if self.options.alone else self.options.replicas
+
+    def ring(self) -> list[str]:
+        """All nodes of the job, this one first, in the order in which they are asked to be its partner."""
+        names = [node.name for node in self.options.nodes] or [self.name]
+        at = names.index(self.name)
+        others = names[at + 1 :] + names[:at]
+        domains = self.options.domains
+        mine = domains.get(self.name, self.name)
+        apart = [name for name in others if domains.get(name, name) != mine]
+        return [self.name, *apart, *(name for name in others if name not in apart)]
+
+    def partners(self) -> list[str]:
+        """Live nodes that hold this node's replicas now, at most ``replicas`` of them."""
+        live = [name for name in self.ring()[1:] if self.catalogue.view.is_live(name)]
+        return live[: self.replica_count]
+
+    def live(self, name: str) -> bool:
+        """Whether a node is alive as far as the catalogue knows. This node is."""
+        return name == self.name or self.catalogue.view.is_live(name)
+
+    def valid(self, copy: Copy) -> bool:
+        """Whether a copy counts: its node lives and still has the store that it was put into."""
+        node = self.catalogue.view.nodes.get(copy.node)
+        if node is None or not self.live(copy.node):
+            return False
+        return copy.store in (node.memory_store, node.nvme_store)
+
+    def live_copies(self, inode: Inode) -> list[Copy]:
+        """Copies outside the PFS that count now."""
+        return [copy for copy in inode.copies if self.valid(copy)]
+
+    def holders(self, inode: Inode) -> list[str]:
+        """Distinct live nodes with a copy, the origin first, then in ring order of their names."""
+        names = dict.fromkeys(copy.node for copy in self.live_copies(inode))
+        return sorted(names, key=lambda name: (name != inode.origin, name))
+
+    def on_pfs(self, inode: Inode) -> bool:
+        """Whether the current generation lies on the PFS under its name (and the PFS counts: it answers)."""
+        return inode.pfs is not None and inode.pfs.gen == inode.gen and not inode.pfs.hidden
+
+    def boundary(self, inode: Inode, *, count_pfs: bool = True) -> Boundary:
+        """The boundary of a file's current generation, from the evidence that counts now."""
+        on_pfs = self.on_pfs(inode) and count_pfs
+        copies = len({copy.node for copy in self.live_copies(inode)})
+        if inode.size == 0:  # the catalogue alone holds all that there is
+            copies = self.replica_count + 1
+        return boundary_of(published=True, on_pfs=on_pfs, fast_copies=copies, replicas=self.replica_count)
+
+    def local_path(self, stage: str, size: int) -> str | None:
+        """Path of a whole local copy of a content: staged or held for another node; None without one."""
+        if self.staging.has(stage) and self.staging.size(stage) >= size:
+            return self.staging.path(stage)
+        if self.replicas is not None:
+            return self.replicas.path(stage, size)
+        return None
+
+    def own_copies(self, stage: str, size: int) -> tuple[Copy, ...]:
+        """The copies of a content that this node has, as records."""
+        now_s = self.clock.now_s()
+        found = []
+        if self.staging.has(stage) and self.staging.size(stage) >= size:
+            found.append(Copy(self.name, self.staging.store, "memory", now_s))
+        if self.replicas is not None and self.replicas.path(stage, size) is not None:
+            found.append(Copy(self.name, self.replicas.store, "nvme", now_s))
+        return tuple(found)
+
+    async def digests(self, fd: int, size: int) -> tuple[bytes, bytes, list[bytes]]:
+        """Digests of an open file's first bytes; in a thread unless it is a block or two."""
+        if size <= 2 << 20:
+            return self.digest_file(fd, size)
+        copy = os.dup(fd)
+        try:
+            return await trio.to_thread.run_sync(self.digest_file, copy, size)
+        finally:
+            os.close(copy)

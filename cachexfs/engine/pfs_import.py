@@ -1,0 +1,104 @@
+"""Taking over what was on the PFS before the mount: each directory once, at its first touch.
+
+Role: after that the catalogue is the truth of the directory, and a miss never asks the PFS. "Not there" on the PFS
+never removes a name that is known. An import that meets the deadline fails with EIO: it cannot tell.
+
+Concurrency: one import per directory at a time; callers wait for it.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+
+import msgspec
+import trio
+
+from cachexfs.core import records as rec
+from cachexfs.core.records import Dirent, DirTimes, Generation, Inode, PfsCopy
+from cachexfs.core.replica import Tx
+from cachexfs.engine.content import Reader
+from cachexfs.engine.interfaces import PfsStat
+from cachexfs.engine.node import Node
+from cachexfs.errors import FsError
+
+log = logging.getLogger(__name__)
+
+IMPORT_DEADLINE_S = 20.0
+BATCH_NAMES = 24  # a transaction of an etcd that the site runs has 128 operations at most
+
+
+class Importer:
+    """Imports directories of the PFS."""
+
+    def __init__(self, node: Node, reader: Reader) -> None:
+        self.node = node
+        self.reader = reader
+        self._locks: dict[int, trio.Lock] = {}
+
+    async def ensure(self, fid: int) -> None:
+        """Make sure that the directory's entries are in the catalogue. Raises ``FsError`` EIO when the PFS cannot tell."""
+        inode = self.node.catalogue.view.inode(fid)
+        if inode is None or inode.kind != "d" or inode.imported:
+            return
+        lock = self._locks.setdefault(fid, trio.Lock())
+        async with lock:
+            inode = self.node.catalogue.view.inode(fid)
+            if inode is not None and not inode.imported:
+                await self._import(fid)
+        self._locks.pop(fid, None)
+
+    async def _import(self, fid: int) -> None:
+        path = self.reader.pfs_path(fid)
+        if path is None:
+            raise FsError(errno.ENOENT)
+        entries: list[tuple[bytes, PfsStat]] = []
+        if self.node.pfs is not None and not self.node.options.offline:
+            try:
+                entries = await self.node.pfs.listing(path, IMPORT_DEADLINE_S)
+            except FileNotFoundError as error:
+                raise FsError(errno.EIO, f"{path!r} was on the PFS and is not there now: {error}") from error
+            except (OSError, trio.TooSlowError) as error:
+                raise FsError(errno.EIO, f"the PFS cannot list {path!r}: {error or 'no answer'}") from error
+        for start in range(0, len(entries), BATCH_NAMES):
+            await self._take(fid, entries[start : start + BATCH_NAMES])
+
+        def done(tx: Tx) -> None:
+            now = tx.inode(fid)
+            if now is not None:
+                tx.put(rec.inode_key(fid), msgspec.structs.replace(now, imported=True))
+
+        await self.node.catalogue.mutate(done)
+
+    async def _take(self, parent: int, entries: list[tuple[bytes, PfsStat]]) -> None:
+        fids = [self.node.new_fid() for _ in entries]
+
+        def take(tx: Tx) -> None:
+            now = tx.inode(parent)
+            if now is None or now.imported:
+                return
+            for fid, (name, found) in zip(fids, entries, strict=True):
+                if tx.dirent(parent, name) is None:
+                    _enter(tx, parent, name, fid, found)
+
+        await self.node.catalogue.mutate(take)
+
+
+def _enter(tx: Tx, parent: int, name: bytes, fid: int, found: PfsStat) -> None:
+    file = found.kind == "f"
+    mtime_s = found.mtime_ns / 1e9
+    gen = 1 if file else 0
+    tx.put(rec.dirent_key(parent, name), Dirent(fid, found.kind))
+    tx.put(
+        rec.inode_key(fid),
+        Inode(
+            found.kind, found.mode & 0o7777, found.uid, found.gid, found.atime_ns, found.mtime_ns, found.ctime_ns,
+            size=found.size if found.kind in "fl" else 0, gen=gen, rdev=found.rdev, target=found.target,
+            pfs=PfsCopy(gen, mtime_s, found.ino, found.size, found.mtime_ns), t_returned_s=mtime_s, t_pfs_s=mtime_s,
+            imported=found.kind != "d",
+        ),
+    )  # fmt: skip
+    if file:
+        tx.put(rec.generation_key(fid), Generation(gen, found.size, b"", b"", "", ""))
+    elif found.kind == "d":
+        tx.put(rec.times_key(fid), DirTimes(found.mtime_ns, found.ctime_ns))

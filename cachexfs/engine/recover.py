@@ -1,0 +1,149 @@
+"""After a death: adopting this node's own bytes, and taking over from a lost node.
+
+Role: ``adopt`` runs once before the mount answers. Staged files that a generation refers to stay; newer ones were
+being written when the daemon died and are published as if closed; the rest is superseded. ``Takeover`` publishes
+what an fsync had made safe on a node that is lost; re-protection and drains follow from the catalogue alone.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+
+import msgspec
+import trio
+
+from cachexfs.core import namespace
+from cachexfs.core import records as rec
+from cachexfs.core.namespace import Content
+from cachexfs.core.records import AnyRecord, Copy, Inode, Life
+from cachexfs.core.replica import Tx
+from cachexfs.core.stages import parse_stage
+from cachexfs.engine.hold import Keeper
+from cachexfs.engine.node import Node
+from cachexfs.errors import CacheXError
+
+log = logging.getLogger(__name__)
+
+
+async def adopt(node: Node, keeper: Keeper) -> None:
+    """Take over the staging directory of this node's previous life."""
+    for stage in node.staging.stages():
+        try:
+            fid, gen = parse_stage(stage)
+        except ValueError:
+            log.warning("staging has a file that is not ours: %r; left alone", stage)
+            continue
+        await _adopt_one(node, keeper, stage, fid, gen)
+    for key, entry in list(node.catalogue.view.items()):
+        record = entry.record
+        if isinstance(record, rec.Generation) and record.open and record.origin == node.name:
+            fid, ctx = int(key[2:], 16), node.ctx()
+            await node.catalogue.mutate(lambda tx: namespace.close_created(tx, ctx, fid))  # noqa: B023
+        elif isinstance(record, Inode) and record.writing == node.name:
+            await node.catalogue.mutate(_clear_writing(int(key[2:], 16), node.name))
+
+
+async def _adopt_one(node: Node, keeper: Keeper, stage: str, fid: int, gen: int) -> None:
+    generation = node.catalogue.view.generation(fid)
+    inode = node.catalogue.view.inode(fid)
+    size = node.staging.size(stage)
+    if generation is not None and inode is not None:
+        if generation.stage == stage and size < generation.size:
+            gone = {(node.name, node.staging.store)}
+            ctx = node.ctx()
+            why = f"the staged file on node {node.name} is damaged: {size} of {generation.size} bytes"
+            await node.catalogue.mutate(lambda tx: namespace.drop_copies(tx, ctx, fid, generation.gen, gone, why))
+            log.error("%s: %s", stage, why)
+            return
+        newer = size > generation.size if generation.stage == stage else gen > generation.gen
+        if newer:
+            await _publish(node, stage, fid, generation.gen, size)
+            return
+    if not keeper.referenced(stage):
+        node.staging.remove(stage)
+
+
+async def _publish(node: Node, stage: str, fid: int, base: int, size: int) -> None:
+    fd = node.staging.open_file(stage)
+    try:
+        digest, tree, _ = await node.digests(fd, size)
+        mtime_ns = os.fstat(fd).st_mtime_ns
+    finally:
+        os.close(fd)
+    copies = (Copy(node.name, node.staging.store, "memory", node.clock.now_s()),) if size else ()
+    content = Content(size, digest, tree, stage if size else "", copies, mtime_ns)
+    ctx = node.ctx()
+    published = await node.catalogue.mutate(lambda tx: namespace.publish(tx, ctx, fid, base, content))
+    if published is None or not size:
+        node.staging.remove(stage)
+    else:
+        log.info("published %s as its daemon's death left it: %d bytes", stage, size)
+
+
+def _clear_writing(fid: int, name: str):  # type: ignore[no-untyped-def]
+    def clear(tx: Tx) -> None:
+        inode = tx.inode(fid)
+        if inode is not None and inode.writing == name:
+            tx.put(rec.inode_key(fid), msgspec.structs.replace(inode, writing="", synced=None))
+
+    return clear
+
+
+class Takeover:
+    """Publishes, for a lost node, what its fsyncs had made safe."""
+
+    def __init__(self, node: Node) -> None:
+        self.node = node
+        self._dead: set[str] = set()
+        self._wake = trio.Event()
+
+    def notice(self, changes: list[tuple[bytes, AnyRecord | None, AnyRecord | None]]) -> None:
+        """Catalogue listener: a lease has ended."""
+        for _, old, new in changes:
+            if isinstance(old, Life) and new is None:
+                self._dead.add(old.node)
+                self._wake.set()
+            elif isinstance(new, Life):
+                self._dead.discard(new.node)
+
+    async def run(self) -> None:
+        """Take over, until cancelled."""
+        while True:
+            await self._wake.wait()
+            self._wake = trio.Event()
+            for name in list(self._dead):
+                log.error("node %s is lost: no sign of life for %.0f s", name, self.node.options.node_timeout_s)
+                await self._take_over(name)
+            self._dead.clear()
+
+    async def _take_over(self, dead: str) -> None:
+        for key, entry in list(self.node.catalogue.view.items()):
+            record = entry.record
+            if not isinstance(record, Inode) or record.writing != dead:
+                continue
+            fid = int(key[2:], 16)
+            try:
+                await self._one(fid, record, dead)
+            except CacheXError as error:
+                log.warning("taking over %x from %s: %s", fid, dead, error)
+
+    async def _one(self, fid: int, inode: Inode, dead: str) -> None:
+        synced = inode.synced
+        holders = sorted(c.node for c in synced.copies if self.node.valid(c)) if synced is not None else []
+        if synced is None or not holders:
+            if self.node.name == min(n for n in self.node.catalogue.view.nodes if self.node.live(n)):
+                await self.node.catalogue.mutate(_clear_writing(fid, dead))
+            return
+        if holders[0] != self.node.name:
+            return
+        generation = self.node.catalogue.view.generation(fid)
+        base = generation.gen if generation is not None else 0
+        content = Content(
+            synced.size, synced.digest, synced.tree, synced.stage, tuple(c for c in synced.copies if self.node.valid(c)),
+            inode.mtime_ns,
+        )  # fmt: skip
+        ctx = self.node.ctx()
+        await self.node.catalogue.mutate(lambda tx: namespace.publish(tx, ctx, fid, base, content))
+        await self.node.catalogue.mutate(_clear_writing(fid, dead))
+        log.info("published what the last fsync on the lost node %s had made safe of %x", dead, fid)
