@@ -1,0 +1,274 @@
+"""One call's view of the PFS directory: is it the right one, and safe ways to the names in it.
+
+Role: used by the operations inside a PFS child process (``pfs_ops``). Standard library only, so that a child
+starts fast. Concurrency: none, a child does one call at a time; a ``PfsDir`` lives for one call.
+
+*The right one*: an unmounted mount point is an ordinary empty directory of the local disk, and takes writes in
+silence. So ``PFS_DIR/.cachexfs/id`` holds a random token, made by the first mount that finds no ``.cachexfs`` at all.
+The token is the identity. Device and inode numbers alone would not do: a remount changes the device, and a new
+directory may get the old one's inode.
+
+*Safe ways*: directories are opened one component at a time with ``O_NOFOLLOW``, everything else goes by the
+descriptor of its directory. A symlink planted on the PFS leads nowhere.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import secrets
+import stat
+import time
+from dataclasses import dataclass
+from types import TracebackType
+
+STATE_DIR = b".cachexfs"
+TMP_DIR = b"tmp"
+HELD_DIR = b"held"
+ID_NAME = b"id"
+#: Temporaries beside their destination (only where a rename from ``.cachexfs`` gives EXDEV). Reserved.
+BESIDE_PREFIX = b".cachexfs-tmp-"
+TOKEN_CHARS = 32
+#: How long an id file may be short: another node has created it and not yet written it.
+TOKEN_WAIT_S = 5.0
+NAME_BYTES_MAX = 255
+
+_WALK = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+#: Filesystems that cannot fsync a directory say so with one of these; they promise nothing to wait for.
+_NO_DIR_FSYNC = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)
+
+
+@dataclass(frozen=True, slots=True)
+class PfsIdentity:
+    """Which directory this is: device and inode numbers as first seen, and the token in ``.cachexfs/id``."""
+
+    dev: int
+    ino: int
+    token: str
+
+
+class RootError(OSError):
+    """The PFS directory itself is not there, not reachable or not the one that was mounted."""
+
+
+def stale(why: str) -> RootError:
+    """ESTALE: what lies at PFS_DIR now is not what was mounted."""
+    return RootError(errno.ESTALE, f"PFS_DIR is not the directory that was mounted: {why}")
+
+
+def split(path: bytes) -> list[bytes]:
+    """The components of a path relative to the PFS directory. Raises OSError (EINVAL) for any other kind of path."""
+    if not path:
+        return []
+    parts = path.split(b"/")
+    for part in parts:
+        if part in (b"", b".", b"..") or b"\0" in part:
+            raise OSError(errno.EINVAL, "not a plain relative path", os.fsdecode(path))
+        if len(part) > NAME_BYTES_MAX:
+            raise OSError(errno.ENAMETOOLONG, os.strerror(errno.ENAMETOOLONG), os.fsdecode(path))
+    if parts[0] == STATE_DIR or parts[-1].startswith(BESIDE_PREFIX):
+        raise OSError(errno.EPERM, "this name belongs to CacheX FS", os.fsdecode(path))
+    return parts
+
+
+def plain_name(name: str) -> bytes:
+    """A hidden name as bytes. Raises OSError (EINVAL) unless it is one component without ``~``."""
+    raw = os.fsencode(name)
+    if not raw or raw.startswith(b".") or b"/" in raw or b"\0" in raw or b"~" in raw or len(raw) > NAME_BYTES_MAX - 40:
+        raise OSError(errno.EINVAL, "not a hidden name", name)
+    return raw
+
+
+def fsync_dir(fd: int) -> None:
+    """fsync a directory given by any descriptor of it, an ``O_PATH`` one too."""
+    real = os.open(b".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=fd)
+    try:
+        os.fsync(real)
+    except OSError as error:
+        if error.errno not in _NO_DIR_FSYNC:
+            raise
+    finally:
+        os.close(real)
+
+
+def remove_quietly(name: bytes, dir_fd: int) -> None:
+    """unlink without complaint: on some filesystems ``rm`` itself fails with ENOSPC."""
+    with contextlib.suppress(OSError):
+        os.unlink(name, dir_fd=dir_fd)
+
+
+class PfsDir:
+    """The PFS directory, opened for one call.
+
+    Parameters: ``path`` PFS_DIR; ``identity`` what it must be, None only for ``establish``; ``mutating`` demands the
+    token, while a call that only reads is content with the same device and inode.
+    Raises ``RootError``.
+    """
+
+    def __init__(self, path: bytes, identity: PfsIdentity | None, *, mutating: bool) -> None:
+        self._fds: list[int] = []
+        self._state_fd: int | None = None
+        try:
+            self.root = os.open(path, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+        except OSError as error:
+            if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
+                raise stale(f"{os.fsdecode(path)}: {error.strerror}") from None
+            raise RootError(error.errno, f"PFS_DIR cannot be opened: {error.strerror}") from None
+        self._fds.append(self.root)
+        try:
+            self._check(identity, mutating)
+        except BaseException:
+            self.close()
+            raise
+
+    def _check(self, identity: PfsIdentity | None, mutating: bool) -> None:
+        try:
+            found = os.fstat(self.root)
+        except OSError as error:
+            raise RootError(error.errno, f"PFS_DIR cannot be examined: {error.strerror}") from None
+        self.dev, self.ino = found.st_dev, found.st_ino
+        if identity is None or (not mutating and (self.dev, self.ino) == (identity.dev, identity.ino)):
+            return
+        token = self._token()
+        if token is None:
+            raise stale("it has no .cachexfs/id (is it unmounted?)")
+        if token != identity.token:
+            raise stale(f".cachexfs/id is {token}, was {identity.token}")
+
+    def __enter__(self) -> PfsDir:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close every descriptor that this call opened."""
+        while self._fds:
+            os.close(self._fds.pop())
+
+    def keep(self, fd: int) -> int:
+        """Have ``fd`` closed with the call."""
+        self._fds.append(fd)
+        return fd
+
+    def _state(self) -> int:
+        if self._state_fd is None:
+            self._state_fd = self.keep(os.open(STATE_DIR, _WALK, dir_fd=self.root))
+        return self._state_fd
+
+    def _token(self) -> str | None:
+        """The token, or None where there is no id file. Waits while it is short."""
+        end_s = time.monotonic() + TOKEN_WAIT_S
+        while True:
+            try:
+                fd = os.open(ID_NAME, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=self._state())
+            except (FileNotFoundError, NotADirectoryError):
+                return None
+            except OSError as error:
+                raise RootError(error.errno, f".cachexfs/id cannot be read: {error.strerror}") from None
+            try:
+                text = os.read(fd, TOKEN_CHARS + 1).decode("ascii", "replace").strip()
+            except OSError as error:
+                raise RootError(error.errno, f".cachexfs/id cannot be read: {error.strerror}") from None
+            finally:
+                os.close(fd)
+            if len(text) == TOKEN_CHARS:
+                return text
+            if time.monotonic() > end_s:
+                raise RootError(errno.EIO, ".cachexfs/id is damaged: see docs/pfs.md")
+            time.sleep(0.05)
+
+    def establish(self) -> PfsIdentity:
+        """Read the identity; make it where there is no ``.cachexfs`` yet. Several nodes may do so at once."""
+        token = self._token()
+        if token is None:
+            self._make_state()
+            token = self._token()
+            if token is None:
+                raise RootError(errno.EIO, ".cachexfs/id was written and is not there")
+        return PfsIdentity(self.dev, self.ino, token)
+
+    def _make_state(self) -> None:
+        _mkdir(STATE_DIR, self.root)
+        fsync_dir(self.root)
+        state = self._state()
+        for name in (TMP_DIR, HELD_DIR):
+            _mkdir(name, state)
+        # Written aside and linked, so that a crash leaves no empty id; where the PFS has no hard links, created.
+        aside = b"id~" + secrets.token_hex(8).encode()
+        text = secrets.token_hex(TOKEN_CHARS // 2).encode() + b"\n"
+        _write_new(aside, state, text)
+        try:
+            os.link(aside, ID_NAME, src_dir_fd=state, dst_dir_fd=state, follow_symlinks=False)
+        except FileExistsError:
+            pass
+        except OSError:
+            with contextlib.suppress(FileExistsError):
+                _write_new(ID_NAME, state, text)
+        finally:
+            remove_quietly(aside, state)
+        fsync_dir(state)
+
+    def state_dir(self, name: bytes) -> int:
+        """Descriptor of ``.cachexfs/<name>``, made again should somebody have removed it."""
+        state = self._state()
+        try:
+            return self.keep(os.open(name, _WALK, dir_fd=state))
+        except FileNotFoundError:
+            _mkdir(name, state)
+            fsync_dir(state)
+            return self.keep(os.open(name, _WALK, dir_fd=state))
+
+    def directory(self, path: bytes) -> int:
+        """Descriptor (``O_PATH``) of a directory. Raises OSError: ENOENT, ENOTDIR (a symlink, too)."""
+        return self._walk(split(path), path)
+
+    def parent(self, path: bytes) -> tuple[int, bytes]:
+        """Descriptor of the directory that holds ``path``, and the last name. EINVAL for the root."""
+        parts = split(path)
+        if not parts:
+            raise OSError(errno.EINVAL, "the PFS directory itself cannot be changed so")
+        return self._walk(parts[:-1], path), parts[-1]
+
+    def _walk(self, parts: list[bytes], path: bytes) -> int:
+        fd = self.root
+        for part in parts:
+            try:
+                fd = self.keep(os.open(part, _WALK, dir_fd=fd))
+            except OSError as error:
+                raise OSError(error.errno, f"{error.strerror} (at {part!r})", os.fsdecode(path)) from None
+        return fd
+
+
+def _mkdir(name: bytes, dir_fd: int) -> None:
+    with contextlib.suppress(FileExistsError):
+        os.mkdir(name, 0o700, dir_fd=dir_fd)
+
+
+def _write_new(name: bytes, dir_fd: int, data: bytes) -> None:
+    fd = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=dir_fd)
+    try:
+        write_all(fd, data)
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def write_all(fd: int, data: bytes | memoryview) -> None:
+    """write(2) until all is written: a short write comes before ENOSPC."""
+    view = memoryview(data)
+    while view:
+        written = os.write(fd, view)
+        if written == 0:
+            raise OSError(errno.EIO, "write wrote nothing")
+        view = view[written:]
+
+
+def kind_of(mode: int) -> str:
+    """The letter of ``Dirent.kind`` for an ``st_mode``."""
+    letters = {stat.S_IFREG: "f", stat.S_IFDIR: "d", stat.S_IFLNK: "l", stat.S_IFIFO: "p", stat.S_IFSOCK: "s"}
+    letters |= {stat.S_IFCHR: "c", stat.S_IFBLK: "b"}
+    return letters[stat.S_IFMT(mode)]

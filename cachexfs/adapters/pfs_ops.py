@@ -1,0 +1,435 @@
+"""What a PFS child process does: prepare, land, the namespace changes, and the reading calls.
+
+Role: plain functions from a request's arguments to a msgpack-able answer, called by ``pfs_worker``.
+Concurrency: none here, but several children, of several nodes, work in the same directory, and an abandoned child
+is always possible. It has had SIGKILL, so it does *at most the one system call that it hangs in*, possibly hours
+later. Why that does no harm:
+
+=============================  =====================================================================================
+late system call               effect
+=============================  =====================================================================================
+create of a part, O_EXCL       an empty part with a name of its own (``<hidden>~<nonce>``), never used by others
+write, fsync of a part         the part has been unlinked by the next attempt: bytes of a nameless inode
+rename part -> hidden          the next attempt has unlinked the part first: ENOENT. (Unlinking a *fixed* name first
+                               would not do: the late call might be that unlink, and hit the new attempt's file.)
+rename hidden -> path          the retry has renamed ``hidden`` aside first, or it was discarded: ENOENT
+unlink of hidden or record     would hit a newly prepared one: the pool refuses to prepare that name (EBUSY)
+unlink, rmdir, rename, mkdir,  may hit what is there by then. Nobody touches the path until the call has ended:
+attributes of a path           the pool refuses with EBUSY (``PfsCalls.refuse``)
+=============================  =====================================================================================
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import stat
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from cachexfs.adapters import pfs_copy
+from cachexfs.adapters.pfs_dir import (
+    BESIDE_PREFIX,
+    HELD_DIR,
+    STATE_DIR,
+    TMP_DIR,
+    PfsDir,
+    PfsIdentity,
+    fsync_dir,
+    kind_of,
+    plain_name,
+    remove_quietly,
+    write_all,
+)
+
+RECORD_SUFFIX = b".rec"
+#: The prepared file that ``land`` wants is not there or not whole: prepare it again. (ENOENT: the parent is missing.)
+NOT_PREPARED = errno.ENODATA
+PAGE_ENTRIES = 500
+READ_BYTES_MAX = 4 << 20
+RECORD_BYTES_MAX = 4 << 20
+
+_NEW = os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+
+StatRow = tuple[str, int, int, int, int, int, int, int, int, int, int, bytes]
+
+
+class Monitor(pfs_copy.Monitor, Protocol):
+    """How an operation speaks to the pool while it runs."""
+
+    def note(self, value: int) -> None:
+        """Something that the pool must know should the answer be lost: the inode about to be renamed."""
+        ...
+
+    def page(self, rows: list[tuple[bytes, StatRow]]) -> None:
+        """A part of a listing."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Attrs:
+    """As ``PfsAttrs``: permission bits, owner (None: leave), times in ns."""
+
+    mode: int
+    uid: int | None
+    gid: int | None
+    atime_ns: int
+    mtime_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """What every operation is given. ``nonce`` is unique to the call."""
+
+    path: bytes
+    identity: PfsIdentity | None
+    nonce: str
+    monitor: Monitor
+
+    def open(self, *, mutating: bool) -> PfsDir:
+        """The PFS directory, checked."""
+        return PfsDir(self.path, self.identity, mutating=mutating)
+
+
+def stat_row(name: bytes, dir_fd: int) -> StatRow:
+    """lstat as a row in the order of ``PfsStat``."""
+    found = os.stat(name, dir_fd=dir_fd, follow_symlinks=False)
+    target = os.readlink(name, dir_fd=dir_fd) if stat.S_ISLNK(found.st_mode) else b""
+    return _row(found, target)
+
+
+def _row(found: os.stat_result, target: bytes = b"") -> StatRow:
+    return (
+        kind_of(found.st_mode),
+        stat.S_IMODE(found.st_mode),
+        found.st_uid,
+        found.st_gid,
+        found.st_size,
+        found.st_ino,
+        found.st_nlink,
+        found.st_rdev,
+        found.st_atime_ns,
+        found.st_mtime_ns,
+        found.st_ctime_ns,
+        target,
+    )
+
+
+def set_attrs(name: bytes, dir_fd: int, attrs: Attrs, *, keep: int = 0) -> bool:
+    """Owner, mode, times of ``name`` in ``dir_fd``, where they differ; returns whether anything did.
+
+    Never follows a symlink; of a symlink owner and times only. EPERM of chown is ignored unless we are root.
+    ``keep`` are mode bits that stay set.
+    """
+    fd = os.open(name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=dir_fd)
+    try:
+        found, changed = os.fstat(fd), False
+        uid = found.st_uid if attrs.uid is None else attrs.uid
+        gid = found.st_gid if attrs.gid is None else attrs.gid
+        if (uid, gid) != (found.st_uid, found.st_gid):
+            changed = _chown(fd, uid, gid)
+        mode = stat.S_IMODE(attrs.mode) | keep
+        # chown clears the set-id bits, so the mode comes after it.
+        if not stat.S_ISLNK(found.st_mode) and (changed or mode != stat.S_IMODE(found.st_mode)):
+            os.chmod(f"/proc/self/fd/{fd}", mode)
+            changed = True
+        times = (found.st_atime_ns, found.st_mtime_ns)
+        if (attrs.atime_ns, attrs.mtime_ns) != times:
+            os.utime(name, ns=(attrs.atime_ns, attrs.mtime_ns), dir_fd=dir_fd, follow_symlinks=False)
+            after = os.fstat(fd)  # a filesystem with whole seconds never gets nearer: that is no change
+            changed |= (after.st_atime_ns, after.st_mtime_ns) != times
+    finally:
+        os.close(fd)
+    return changed
+
+
+def _chown(fd: int, uid: int, gid: int) -> bool:
+    for owner, group in ((uid, gid), (-1, gid)):
+        try:
+            os.chown(f"/proc/self/fd/{fd}", owner, group)
+        except PermissionError:
+            if os.geteuid() == 0 and owner != -1:
+                continue  # a root-squashing server: try the group alone
+            if owner == -1:
+                return False
+        else:
+            return True
+    return False
+
+
+def probe(context: Context, parts: bool) -> tuple[int, int, str, list[str]]:
+    """Identity (made at the first time of all), and on demand the parts in ``.cachexfs/tmp``."""
+    known = context.identity
+    with context.open(mutating=True) as pfs:
+        token = pfs.establish().token if known is None else known.token
+        names = os.listdir(f"/proc/self/fd/{pfs.state_dir(TMP_DIR)}") if parts else []
+        return pfs.dev, pfs.ino, token, [name for name in names if "~" in name]
+
+
+def prepare(
+    context: Context, source: str, hidden: str, attrs: Attrs, record: bytes, digest: bytes, old: list[str], scan: bool
+) -> tuple[int, int]:
+    """See ``Pfs.prepare``. ``digest``: xxh3_128 to verify by reading back, or empty. ``old``: parts of earlier
+    attempts to remove first; ``scan``: look for more of them. Returns inode and size."""
+    name = plain_name(hidden)
+    part = name + b"~" + context.nonce.encode()
+    record_part = name + RECORD_SUFFIX + b"~" + context.nonce.encode()
+    source_fd = os.open(source, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        with context.open(mutating=True) as pfs:
+            tmp = pfs.state_dir(TMP_DIR)
+            _remove_parts(tmp, name, old, scan)
+            try:
+                ino, size = _write_part(part, tmp, source_fd, attrs, context.monitor)
+                if digest:
+                    pfs_copy.check_digest(part, tmp, size, digest, context.monitor)
+                _write_small(record_part, tmp, record)
+                # The record first: bytes without a record could not be put anywhere.
+                os.rename(record_part, name + RECORD_SUFFIX, src_dir_fd=tmp, dst_dir_fd=tmp)
+                os.rename(part, name, src_dir_fd=tmp, dst_dir_fd=tmp)
+                fsync_dir(tmp)
+            except BaseException:
+                for left in (part, record_part):
+                    remove_quietly(left, tmp)
+                raise
+            return ino, size
+    finally:
+        os.close(source_fd)
+
+
+def _remove_parts(tmp: int, name: bytes, old: list[str], scan: bool) -> None:
+    names = {os.fsencode(entry) for entry in old}
+    if scan:
+        starts = (name + b"~", name + RECORD_SUFFIX + b"~")
+        names |= {raw for raw in map(os.fsencode, os.listdir(f"/proc/self/fd/{tmp}")) if raw.startswith(starts)}
+    for raw in names:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(raw, dir_fd=tmp)
+
+
+def _write_part(part: bytes, dir_fd: int, source_fd: int, attrs: Attrs, monitor: pfs_copy.Monitor) -> tuple[int, int]:
+    size = os.fstat(source_fd).st_size
+    fd = os.open(part, os.O_WRONLY | _NEW, 0o600, dir_fd=dir_fd)
+    try:
+        pfs_copy.copy(source_fd, fd, size, monitor)
+        set_attrs(part, dir_fd, attrs)
+        os.fsync(fd)  # once: after an error the filesystem may say "ok" over lost data
+        found = os.fstat(fd)
+    finally:
+        os.close(fd)
+    if found.st_size != size:
+        raise OSError(errno.EIO, f"the copy has {found.st_size} bytes, not {size}")
+    return found.st_ino, size
+
+
+def _write_small(name: bytes, dir_fd: int, data: bytes) -> None:
+    fd = os.open(name, os.O_WRONLY | _NEW, 0o600, dir_fd=dir_fd)
+    try:
+        write_all(fd, data)
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def land(context: Context, hidden: str, path: bytes, attrs: Attrs, size: int, ino: int, retry: bool) -> StatRow:
+    """See ``Pfs.land``. ``size``, ``ino``: of the prepared file, -1 when unknown. ``retry``: an earlier attempt of
+    this landing has not been seen to end; its late rename must find nothing, and it may have succeeded."""
+    name = plain_name(hidden)
+    with context.open(mutating=True) as pfs:
+        tmp = pfs.state_dir(TMP_DIR)
+        parent, last = pfs.parent(path)
+        try:
+            source = _take(name, tmp, retry, context.nonce)
+            fd = pfs.keep(os.open(source, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=tmp))
+        except FileNotFoundError:
+            row = _landed_before(parent, last, size, ino)
+            if row is None:
+                raise OSError(NOT_PREPARED, "the prepared file is not there", hidden) from None
+        else:
+            found = os.fstat(fd)
+            if not stat.S_ISREG(found.st_mode) or size not in (-1, found.st_size):
+                raise OSError(NOT_PREPARED, f"the prepared file has {found.st_size} bytes, not {size}", hidden)
+            if set_attrs(source, tmp, attrs):
+                _sync_attrs(source, tmp)
+            try:
+                os.rename(source, last, src_dir_fd=tmp, dst_dir_fd=parent)
+                row = _row(os.fstat(fd))
+            except OSError as error:
+                if error.errno != errno.EXDEV:
+                    _put_back(source, name, tmp)
+                    raise
+                row = _land_beside(context, source, tmp, parent, last, attrs)
+        fsync_dir(parent)
+        context.monitor.note(row[5])  # from here on a late call is the unlink of a fixed name
+        remove_quietly(name + RECORD_SUFFIX, tmp)
+        return row
+
+
+def _take(name: bytes, tmp: int, retry: bool, nonce: str) -> bytes:
+    """The name under which the prepared file lies now; on a retry one that no late rename knows."""
+    if not retry:
+        return name
+    aside = name + b"~land~"
+    source = aside + nonce.encode()
+    try:
+        os.rename(name, source, src_dir_fd=tmp, dst_dir_fd=tmp)
+    except FileNotFoundError:
+        found = [raw for raw in map(os.fsencode, os.listdir(f"/proc/self/fd/{tmp}")) if raw.startswith(aside)]
+        if len(found) != 1:
+            raise
+        os.rename(found[0], source, src_dir_fd=tmp, dst_dir_fd=tmp)
+    return source
+
+
+def _put_back(source: bytes, name: bytes, tmp: int) -> None:
+    if source != name:
+        with contextlib.suppress(OSError):
+            os.rename(source, name, src_dir_fd=tmp, dst_dir_fd=tmp)
+
+
+def _landed_before(parent: int, last: bytes, size: int, ino: int) -> StatRow | None:
+    """The stat of the path, if it is the file that was prepared: the answer of an earlier attempt was lost."""
+    with contextlib.suppress(FileNotFoundError):
+        row = stat_row(last, parent)
+        if row[0] == "f" and (row[4], row[5]) == (size, ino):
+            return row
+    return None
+
+
+def _sync_attrs(name: bytes, dir_fd: int) -> None:
+    try:
+        fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=dir_fd)
+    except PermissionError:
+        return  # mode 0000 and not root: the fsync of the directory has to do
+    try:
+        os.fsync(fd)
+    except OSError:
+        remove_quietly(name, dir_fd)  # final for this file: it must not land later as if nothing had been
+        raise
+    finally:
+        os.close(fd)
+
+
+def _land_beside(context: Context, source: bytes, tmp: int, parent: int, last: bytes, attrs: Attrs) -> StatRow:
+    """The path is on another filesystem (or quota tree) than ``.cachexfs``: copy to a temporary beside it."""
+    beside = BESIDE_PREFIX + context.nonce.encode()
+    source_fd = os.open(source, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=tmp)
+    try:
+        _write_part(beside, parent, source_fd, attrs, context.monitor)
+        os.rename(beside, last, src_dir_fd=parent, dst_dir_fd=parent)
+    except BaseException:
+        remove_quietly(beside, parent)
+        raise
+    finally:
+        os.close(source_fd)
+    remove_quietly(source, tmp)
+    return stat_row(last, parent)
+
+
+def discard(context: Context, hidden: str) -> None:
+    """Remove a prepared file, its record and all parts of it: what a takeover does first."""
+    name = plain_name(hidden)
+    with context.open(mutating=True) as pfs:
+        tmp = pfs.state_dir(TMP_DIR)
+        _remove_parts(tmp, name, [], True)
+        for raw in (name, name + RECORD_SUFFIX):
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(raw, dir_fd=tmp)
+        fsync_dir(tmp)
+
+
+def prepared(context: Context) -> None:
+    """Pages of (hidden name, stat with the record's bytes as ``target``) for every record in ``.cachexfs/tmp``.
+
+    A record without its file (landed, or never finished) has kind ``-``.
+    """
+    with context.open(mutating=True) as pfs:
+        tmp = pfs.state_dir(TMP_DIR)
+        names = set(map(os.fsencode, os.listdir(f"/proc/self/fd/{tmp}")))
+        for raw in sorted(names):
+            if not raw.endswith(RECORD_SUFFIX):
+                continue
+            hidden = raw[: -len(RECORD_SUFFIX)]
+            try:
+                record = _read_small(raw, tmp)
+            except FileNotFoundError:
+                continue
+            row: StatRow = ("-", 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, b"")
+            if hidden in names:
+                with contextlib.suppress(FileNotFoundError):
+                    row = stat_row(hidden, tmp)
+            context.monitor.page([(hidden, (*row[:-1], record))])
+
+
+def _read_small(name: bytes, dir_fd: int) -> bytes:
+    fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=dir_fd)
+    try:
+        with os.fdopen(fd, "rb", closefd=False) as file:
+            return file.read(RECORD_BYTES_MAX)
+    finally:
+        os.close(fd)
+
+
+def lstat(context: Context, path: bytes) -> StatRow:
+    """See ``Pfs.stat``."""
+    with context.open(mutating=False) as pfs:
+        if not path:
+            return _row(os.fstat(pfs.root))
+        parent, last = pfs.parent(path)
+        return stat_row(last, parent)
+
+
+def listing(context: Context, path: bytes) -> None:
+    """See ``Pfs.listing``; sent in pages. A name that is gone when it is examined is left out."""
+    with context.open(mutating=False) as pfs:
+        fd = pfs.directory(path)
+        rows: list[tuple[bytes, StatRow]] = []
+        for entry in os.scandir(pfs.keep(os.open(b".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=fd))):
+            name = os.fsencode(entry.name)
+            if name.startswith(BESIDE_PREFIX) or (not path and name == STATE_DIR):
+                continue
+            with contextlib.suppress(FileNotFoundError):
+                rows.append((name, stat_row(name, fd)))
+            if len(rows) >= PAGE_ENTRIES:
+                context.monitor.page(rows)
+                rows = []
+        context.monitor.page(rows)
+
+
+def read(context: Context, path: bytes, offset: int, length: int) -> bytes:
+    """See ``Pfs.read``; at most ``READ_BYTES_MAX``. EINVAL for anything but a regular file."""
+    with context.open(mutating=False) as pfs:
+        parent, last = pfs.parent(path)
+        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        fd = pfs.keep(os.open(last, flags, dir_fd=parent))
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise OSError(errno.EINVAL, "not a regular file", os.fsdecode(path))
+        pieces = []
+        left = min(length, READ_BYTES_MAX)
+        while left and (piece := os.pread(fd, left, offset)):
+            pieces.append(piece)
+            offset, left = offset + len(piece), left - len(piece)
+        return b"".join(pieces)
+
+
+def statvfs(context: Context) -> tuple[int, int, int, int, int]:
+    """(block size, blocks, blocks available to us, files, free files)."""
+    with context.open(mutating=False) as pfs:
+        found = os.fstatvfs(pfs.root)
+        return found.f_frsize, found.f_blocks, found.f_bavail, found.f_files, found.f_favail
+
+
+OPERATIONS: dict[str, Callable[..., object]] = {
+    "probe": probe,
+    "prepare": prepare,
+    "land": land,
+    "discard": discard,
+    "prepared": prepared,
+    "stat": lstat,
+    "listing": listing,
+    "read": read,
+    "statvfs": statvfs,
+}
+__all__ = ["HELD_DIR", "NOT_PREPARED", "OPERATIONS", "Attrs", "Context", "Monitor", "StatRow"]
