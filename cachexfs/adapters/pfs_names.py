@@ -12,11 +12,12 @@ import os
 import stat
 from collections.abc import Callable
 
-from cachexfs.adapters.pfs_dir import BESIDE_PREFIX, HELD_DIR, TMP_DIR, PfsDir, fsync_dir, plain_name
+from cachexfs.adapters.pfs_dir import BESIDE_PREFIX, HELD_DIR, STATE_DIR, TMP_DIR, PfsDir, fsync_dir, plain_name
 from cachexfs.adapters.pfs_ops import Attrs, Context, set_attrs
 
 _TYPES = {b"p": stat.S_IFIFO, b"s": stat.S_IFSOCK, b"c": stat.S_IFCHR, b"b": stat.S_IFBLK}
 _OWNER_BITS = 0o700
+_HELD = STATE_DIR + b"/" + HELD_DIR + b"/"
 UNKNOWN = -1
 
 
@@ -63,9 +64,9 @@ def _rename(context: Context, pfs: PfsDir, path: bytes, path2: bytes, attrs: Att
 
 
 def _unlink(context: Context, pfs: PfsDir, path: bytes, path2: bytes, attrs: Attrs | None, ino: int) -> None:
-    """A name that is not there is success."""
+    """A name that is not there is success. Also of a held file: ``.cachexfs/held/<name>``."""
     try:
-        parent, last = pfs.parent(path)
+        parent, last = _held(pfs, path.removeprefix(_HELD)) if path.startswith(_HELD) else pfs.parent(path)
     except FileNotFoundError:
         return
     with contextlib.suppress(FileNotFoundError):
@@ -134,7 +135,7 @@ def _symlink(context: Context, pfs: PfsDir, path: bytes, path2: bytes, attrs: At
 
 
 def _mknod(context: Context, pfs: PfsDir, path: bytes, path2: bytes, attrs: Attrs | None, ino: int) -> None:
-    """``path2``: the letter of the kind (``p``, ``s``, ``c``, ``b``), for devices followed by the number in decimal.
+    """``path2``: the letter of the kind (``p``, ``s``, ``c``, ``b``), then the device number in decimal.
     The same kind and number there is success."""
     parent, last = pfs.parent(path)
     kind, device = _TYPES.get(path2[:1]), int(path2[1:] or b"0")
@@ -171,7 +172,7 @@ def _attr(context: Context, pfs: PfsDir, path: bytes, path2: bytes, attrs: Attrs
     """Mode, owner, times; not followed, and of a symlink no mode. Synced where the file can be opened."""
     if attrs is None:
         raise OSError(errno.EINVAL, "attr without attributes")
-    parent, last = pfs.parent(path)
+    parent, last = pfs.parent(path) if path else (pfs.root, b".")
     set_attrs(last, parent, attrs)
     kind = os.stat(last, dir_fd=parent, follow_symlinks=False).st_mode
     if stat.S_ISREG(kind) or stat.S_ISDIR(kind):
@@ -229,7 +230,13 @@ KINDS = frozenset(_KINDS)
 
 
 def run(context: Context, kind: str, path: bytes, path2: bytes, attrs: Attrs | None, ino: int) -> None:
-    """See ``Pfs.run``. ``ino``: what an earlier attempt noted (``Monitor.note``), -1 when there was none."""
+    """See ``Pfs.run``. ``ino``: what an earlier attempt noted (``Monitor.note``), -1 when there was none.
+
+    ``mknod`` is written ``mknod:<letter>:<device number>``.
+    """
+    kind, *details = kind.split(":")
+    if details:
+        path2 = "".join(details).encode()
     function = _KINDS.get(kind)
     if function is None:
         raise OSError(errno.EINVAL, f"no kind of change: {kind}")

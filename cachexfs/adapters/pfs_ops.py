@@ -169,10 +169,18 @@ def probe(context: Context, parts: bool) -> tuple[int, int, str, list[str]]:
 
 
 def prepare(
-    context: Context, source: str, hidden: str, attrs: Attrs, record: bytes, digest: bytes, old: list[str], scan: bool
-) -> tuple[int, int]:
+    context: Context,
+    source: str,
+    size: int,
+    hidden: str,
+    attrs: Attrs,
+    record: bytes,
+    digest: bytes,
+    old: list[str],
+    scan: bool,
+) -> int:
     """See ``Pfs.prepare``. ``digest``: xxh3_128 to verify by reading back, or empty. ``old``: parts of earlier
-    attempts to remove first; ``scan``: look for more of them. Returns inode and size."""
+    attempts to remove first; ``scan``: look for more of them. Returns the inode number."""
     name = plain_name(hidden)
     part = name + b"~" + context.nonce.encode()
     record_part = name + RECORD_SUFFIX + b"~" + context.nonce.encode()
@@ -182,7 +190,7 @@ def prepare(
             tmp = pfs.state_dir(TMP_DIR)
             _remove_parts(tmp, name, old, scan)
             try:
-                ino, size = _write_part(part, tmp, source_fd, attrs, context.monitor)
+                ino = _write_part(part, tmp, source_fd, size, attrs, context.monitor)
                 if digest:
                     pfs_copy.check_digest(part, tmp, size, digest, context.monitor)
                 _write_small(record_part, tmp, record)
@@ -194,7 +202,7 @@ def prepare(
                 for left in (part, record_part):
                     remove_quietly(left, tmp)
                 raise
-            return ino, size
+            return ino
     finally:
         os.close(source_fd)
 
@@ -209,8 +217,7 @@ def _remove_parts(tmp: int, name: bytes, old: list[str], scan: bool) -> None:
             os.unlink(raw, dir_fd=tmp)
 
 
-def _write_part(part: bytes, dir_fd: int, source_fd: int, attrs: Attrs, monitor: pfs_copy.Monitor) -> tuple[int, int]:
-    size = os.fstat(source_fd).st_size
+def _write_part(part: bytes, dir_fd: int, source_fd: int, size: int, attrs: Attrs, monitor: pfs_copy.Monitor) -> int:
     fd = os.open(part, os.O_WRONLY | _NEW, 0o600, dir_fd=dir_fd)
     try:
         pfs_copy.copy(source_fd, fd, size, monitor)
@@ -221,7 +228,7 @@ def _write_part(part: bytes, dir_fd: int, source_fd: int, attrs: Attrs, monitor:
         os.close(fd)
     if found.st_size != size:
         raise OSError(errno.EIO, f"the copy has {found.st_size} bytes, not {size}")
-    return found.st_ino, size
+    return found.st_ino
 
 
 def _write_small(name: bytes, dir_fd: int, data: bytes) -> None:
@@ -317,7 +324,7 @@ def _land_beside(context: Context, source: bytes, tmp: int, parent: int, last: b
     beside = BESIDE_PREFIX + context.nonce.encode()
     source_fd = os.open(source, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=tmp)
     try:
-        _write_part(beside, parent, source_fd, attrs, context.monitor)
+        _write_part(beside, parent, source_fd, os.fstat(source_fd).st_size, attrs, context.monitor)
         os.rename(beside, last, src_dir_fd=parent, dst_dir_fd=parent)
     except BaseException:
         remove_quietly(beside, parent)

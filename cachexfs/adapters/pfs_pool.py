@@ -40,6 +40,11 @@ class Prepared:
     stat: PfsStat | None
 
 
+class NotPreparedError(FileNotFoundError):
+    """What is to land is not under its hidden name: prepare it again. errno is ENODATA, to tell it from a missing
+    directory of the destination."""
+
+
 class PfsPool:
     """``Pfs`` on a directory.
 
@@ -68,6 +73,7 @@ class PfsPool:
         self._confirmed = False
         self._parts: dict[str, list[str]] = {}  # by hidden name
         self._prepared: dict[str, tuple[int, int]] = {}  # hidden name -> inode, size
+        self._preparing: dict[str, trio.Lock] = {}
         self._landing: set[str] = set()
         self._notes: dict[tuple[str, bytes, bytes], int] = {}
 
@@ -123,6 +129,7 @@ class PfsPool:
     async def prepare(
         self,
         source: str,
+        size: int,
         hidden: str,
         attrs: PfsAttrs,
         record: bytes,
@@ -148,20 +155,26 @@ class PfsPool:
         await self._identify(deadline_s)
         request = Request("prepare", [], deadline_s, hidden=hidden, on_frame=on_frame)
         wanted = digest if self._verify else b""
-        parts = self._parts.setdefault(hidden, [])
-        request.arguments = [source, hidden, _wire(attrs), record, wanted, list(parts), takeover]
-        parts += [f"{hidden}~{request.nonce}", f"{hidden}{RECORD_SUFFIX.decode()}~{request.nonce}"]
-        ino, size = cast("tuple[int, int]", await self._calls.call(self._calls.data, request))
-        self._parts.pop(hidden, None)
-        self._prepared[hidden] = ino, size
+        lock = self._preparing.setdefault(hidden, trio.Lock())  # one attempt at a time: each removes the others' parts
+        try:
+            async with lock:
+                parts = self._parts.setdefault(hidden, [])
+                request.arguments = [source, size, hidden, _wire(attrs), record, wanted, list(parts), takeover]
+                parts += [f"{hidden}~{request.nonce}", f"{hidden}{RECORD_SUFFIX.decode()}~{request.nonce}"]
+                ino = cast(int, await self._calls.call(self._calls.data, request))
+                self._parts.pop(hidden, None)
+                self._prepared[hidden] = ino, size
+        finally:
+            if not lock.locked():
+                self._preparing.pop(hidden, None)
 
     async def land(
         self, hidden: str, path: bytes, attrs: PfsAttrs, deadline_s: float, *, size: int | None = None
     ) -> PfsStat:
         """See ``Pfs``. ``size``: of the prepared file, when it was not this pool that prepared it.
 
-        OSError: ENODATA the prepared file is missing or has another size (prepare it again); ENOENT the directory of
-        ``path`` is missing; EBUSY an abandoned call may still change ``path``.
+        ``NotPreparedError`` (ENODATA): the prepared file is missing or has another size, prepare it again. OSError
+        ENOENT: the directory of ``path`` is missing; EBUSY: an abandoned call may still change ``path``.
         """
         ino, known = self._prepared.get(hidden, (UNKNOWN_INO, -1))
         retry = hidden in self._landing
@@ -174,6 +187,7 @@ class PfsPool:
                 self._landing.discard(hidden)
             if error.errno == NOT_PREPARED:
                 self._prepared.pop(hidden, None)
+                raise NotPreparedError(NOT_PREPARED, error.strerror, hidden) from None
             raise
         self._settle(hidden)
         return _stat(row)
