@@ -257,6 +257,10 @@ class LocalCluster:
             for entry in list(path.iterdir()):
                 shutil.rmtree(entry) if entry.is_dir() and not entry.is_symlink() else entry.unlink()
 
+    def detach(self, index: int) -> None:
+        """Take a mount away as an administrator does (``umount -l``): no drain, no question to the daemon."""
+        _umount_lazily(str(self.nodes[index].mountpoint))
+
     def remount(self, index: int) -> None:
         """Mount again with the same options over what a kill left."""
         self.mount([index])

@@ -1,0 +1,181 @@
+"""Help for the tests on real mounts: waiting, checkpoints written in DCP's order, a watcher of the PFS directory."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from cachexfs.demo.control import xattr
+
+WAIT_TIMEOUT_S = 60.0
+POLL_S = 0.02
+COMMIT = ".metadata"
+
+
+def until(what: str, condition: Callable[[], bool], timeout_s: float = WAIT_TIMEOUT_S) -> None:
+    """Wait for ``condition``; a generous deadline that says what did not come."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, f"{what}: not within {timeout_s:.0f} s"
+        time.sleep(POLL_S)
+
+
+def until_stage(path: Path, *stages: str) -> None:
+    """Wait until ``stage`` of a path is one of ``stages``."""
+    until(f"{path} {' or '.join(stages)}, now {xattr(path, 'stage')}", lambda: xattr(path, "stage") in stages)
+
+
+def write_file(path: Path, data: bytes, *, sync: bool = True) -> None:
+    """As DCP writes: create or truncate, write, fsync, close."""
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+    try:
+        view = memoryview(data)
+        while view:
+            view = view[os.write(fd, view[: 1 << 20]) :]
+        if sync:
+            os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+@dataclass(frozen=True)
+class Template:
+    """The files of one checkpoint by name."""
+
+    files: dict[str, bytes]
+
+    @classmethod
+    def read(cls, directory: Path) -> Template:
+        return cls({path.name: path.read_bytes() for path in directory.iterdir()})
+
+    def sizes(self) -> dict[str, int]:
+        """Sizes of the shards by name (the commit file's may differ by a few bytes)."""
+        return {name: len(data) for name, data in self.files.items() if name != COMMIT}
+
+    def shards(self) -> list[str]:
+        return sorted(self.sizes())
+
+    def save(self, mounts: Sequence[Path], directory: str, *, sync: bool = True) -> None:
+        """Write the checkpoint in DCP's order, shard i through the mount whose block it falls into."""
+        for mount in mounts:
+            with contextlib.suppress(FileExistsError):
+                os.makedirs(mount / directory)
+        names = self.shards()
+        for rank, name in enumerate(names):
+            mount = mounts[rank * len(mounts) // len(names)]
+            write_file(mount / directory / name, self.files[name], sync=sync)
+        self.commit(mounts[0] / directory, sync=sync)
+
+    def commit(self, directory: Path, *, sync: bool = True) -> None:
+        """What rank 0 does last: temporary name, unlink of an old commit file, rename."""
+        write_file(directory / f"{COMMIT}.tmp", self.files[COMMIT], sync=sync)
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(directory / COMMIT)
+        os.rename(directory / f"{COMMIT}.tmp", directory / COMMIT)
+
+    def same_as(self, directory: Path) -> list[str]:
+        """What differs in a directory from this checkpoint; empty when nothing does."""
+        wrong = []
+        for name, data in self.files.items():
+            try:
+                found = (directory / name).read_bytes()
+            except OSError as error:
+                wrong.append(f"{name}: {error.strerror}")
+                continue
+            if found != data:
+                wrong.append(
+                    f"{name}: {len(found)} bytes, {len(data)} expected, first difference at {_differ(found, data)}"
+                )
+        return wrong
+
+
+def _differ(one: bytes, other: bytes) -> int:
+    return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+
+
+@dataclass
+class Verdict:
+    """What the PFS watcher saw: looks at a commit file with its shards, and the looks that were wrong."""
+
+    whole: int = 0
+    absent: int = 0
+    wrong: list[str] = field(default_factory=list)
+
+
+class PfsWatcher:
+    """Looks at a PFS directory all the time: wherever a ``.metadata`` is, all that it names must be whole.
+
+    A look counts when the commit file was the same one (inode, mtime, ctime) before and after its shards were read.
+    """
+
+    def __init__(self, pfs: Path, templates: Sequence[Template]) -> None:
+        self.pfs = pfs
+        self.verdict = Verdict()
+        self._by_commit = {template.files[COMMIT]: template for template in templates}
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="pfs watcher", daemon=True)
+
+    def __enter__(self) -> PfsWatcher:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        while not self._ended.is_set():
+            commits = [
+                Path(d) / COMMIT for d, _, files in os.walk(self.pfs) if COMMIT in files and ".cachexfs" not in d
+            ]
+            if not commits:
+                self.verdict.absent += 1
+            for commit in commits:
+                self._look(commit)
+
+    def _look(self, commit: Path) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            before = _identity(commit)
+            data = commit.read_bytes()
+            template = self._by_commit.get(data)
+            wrong = ["a .metadata that nobody saved"] if template is None else template.same_as(commit.parent)
+            if _identity(commit) != before:
+                return
+            if wrong:
+                self.verdict.wrong.append(f"{commit.parent.relative_to(self.pfs)}: {', '.join(wrong)}")
+            else:
+                self.verdict.whole += 1
+
+
+def _identity(path: Path) -> tuple[int, int, int]:
+    stat = path.stat()
+    return stat.st_ino, stat.st_mtime_ns, stat.st_ctime_ns
+
+
+@contextlib.contextmanager
+def pfs_away(pfs: Path) -> Iterator[None]:
+    """The PFS directory is not there."""
+    off = pfs.with_name("pfs.off")
+    pfs.rename(off)
+    try:
+        yield
+    finally:
+        off.rename(pfs)
+
+
+@contextlib.contextmanager
+def raises_errno(*codes: int) -> Iterator[None]:
+    """The body fails with one of these errnos, by name in the message when it does not."""
+    names = " or ".join(errno.errorcode[code] for code in codes)
+    try:
+        yield
+    except OSError as error:
+        assert error.errno in codes, f"{errno.errorcode.get(error.errno or 0)}, {names} expected"
+    else:
+        raise AssertionError(f"no error, {names} expected")
