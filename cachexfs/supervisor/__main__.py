@@ -1,0 +1,108 @@
+"""``python -m cachexfs.supervisor``: command line of the supervisor.
+
+Role: parses, mounts, gives up root when told to, then serves. Started by ``cachexfs mount``, one per mount.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+from collections.abc import Sequence
+
+from . import child, mount, passthrough, privileges
+from .lifecycle import EXIT_CANNOT_TELL, EXIT_USAGE, Limits
+from .run import Plan, log, serve
+
+
+def _parser() -> argparse.ArgumentParser:
+    defaults = Limits()
+    parser = argparse.ArgumentParser(prog="cachexfs.supervisor", description=__doc__)
+    parser.add_argument("--mountpoint", required=True)
+    parser.add_argument("--fsname", default="cachexfs", help="what mount(8) shows as the source")
+    parser.add_argument("--allow-other", action="store_true", help="let other users in")
+    parser.add_argument("--mount-with", choices=("auto", "mount", "fusermount"), default="auto")
+    parser.add_argument("--passthrough", choices=("auto", "on", "off"), default="auto")
+    parser.add_argument(
+        "--backing-dir", action="append", default=[], help="files on this directory's filesystem may back files"
+    )
+    parser.add_argument("--status-socket", metavar="PATH")
+    parser.add_argument("--ready-fd", type=int, help="gets one line: ready, or failed: REASON")
+    parser.add_argument("--user", help="become this user, keeping only CAP_SYS_ADMIN; the daemon gets none")
+    parser.add_argument("--max-restarts", type=int, default=defaults.restarts_max, help="failures in a row")
+    for name, value, text in (
+        ("start", defaults.start_s, "until a daemon is ready"),
+        ("stop", defaults.stop_s, "for the daemon to finish after SIGTERM"),
+        ("grace", defaults.grace_s, "for open requests before a restart"),
+        ("exit", defaults.exit_s, "for a daemon to exit when told"),
+        ("unmount", defaults.unmount_s, "while the mount is busy, before it is detached"),
+        ("request", defaults.request_s, "without an answer before the daemon counts as hung"),
+    ):
+        parser.add_argument(f"--{name}-timeout", type=float, default=value, metavar="S", help=text)
+    parser.add_argument("daemon", nargs=argparse.REMAINDER, help="-- then the daemon's command")
+    return parser
+
+
+def _limits(args: argparse.Namespace) -> Limits:
+    return Limits(
+        restarts_max=max(0, int(args.max_restarts)),
+        start_s=float(args.start_timeout),
+        stop_s=float(args.stop_timeout),
+        grace_s=float(args.grace_timeout),
+        exit_s=float(args.exit_timeout),
+        unmount_s=float(args.unmount_timeout),
+        request_s=float(args.request_timeout),
+    )
+
+
+def _backing_devices(paths: Sequence[str]) -> frozenset[int]:
+    return frozenset(os.stat(path).st_dev for path in paths)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Parse, mount, serve; the exit code."""
+    args = _parser().parse_args(arguments)
+    argv = tuple(args.daemon[1:] if args.daemon[:1] == ["--"] else args.daemon)
+    if not argv:
+        log("no daemon command after --")
+        return EXIT_USAGE
+    try:
+        user = privileges.find_user(args.user) if args.user else None
+        mountpoint = mount.check_mountpoint(args.mountpoint)
+        devices = _backing_devices(args.backing_dir)
+        reason = passthrough.probe(args.passthrough)
+        if not reason and not devices:
+            reason = "no --backing-dir was given"
+        if args.passthrough == "on" and reason:
+            log(f"passthrough=on: {reason}")
+            return EXIT_CANNOT_TELL
+        uid, gid = user or (os.getuid(), os.getgid())
+        # A signal between mounting and the loop must not leave a dead mount behind.
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
+        fd = mount.mount(mountpoint, args.fsname, is_shared=args.allow_other, uid=uid, gid=gid, how=args.mount_with)
+    except (mount.MountError, privileges.PrivilegeError, OSError) as error:
+        log(str(error))
+        return EXIT_CANNOT_TELL
+    try:
+        if user is not None:
+            privileges.become(*user)
+        plan = Plan(
+            mountpoint=mountpoint,
+            device_fd=fd,
+            argv=argv,
+            limits=_limits(args),
+            payload_bytes_max=child.payload_bytes_max(),
+            no_passthrough=reason,
+            backing_devices=devices,
+            status_path=args.status_socket,
+            ready_fd=args.ready_fd,
+        )
+        return serve(plan, os.environ)
+    except BaseException:
+        mount.unmount(mountpoint, is_lazy=True)
+        raise
+
+
+if __name__ == "__main__":
+    sys.exit(main())

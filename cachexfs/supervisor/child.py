@@ -1,0 +1,113 @@
+"""One daemon process: its sockets, its start, its end.
+
+Role: starts the daemon in a process group of its own with the descriptors and environment that ``client``
+reads, and ends it. The group is killed before the leader is reaped, so that workers of a dead daemon never act
+beside its successor (a process that must survive, such as an etcd member, starts its own session).
+Concurrency: the supervisor's one thread. Called by ``run``.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+from collections.abc import Sequence
+
+from . import messages, wire
+
+_SO_SNDBUFFORCE = 32
+#: What a socket should hold: eight full requests. Bytes.
+_SOCKET_BYTES = 8 << 20
+#: The kernel keeps this much of a send buffer for itself.
+_SOCKET_SLACK_BYTES = 512
+
+
+def _enlarge(sock: socket.socket) -> int:
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, _SO_SNDBUFFORCE, _SOCKET_BYTES)
+    except PermissionError:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SOCKET_BYTES)
+    return sock.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
+
+
+def payload_bytes_max() -> int:
+    """Largest payload that one message over a socket pair can carry here, a whole number of pages.
+
+    Without CAP_NET_ADMIN ``net.core.wmem_max`` limits it (EMSGSIZE beyond): 102 pages at the usual default.
+    """
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours, theirs:
+        room = min(_enlarge(ours), _enlarge(theirs)) - _SOCKET_SLACK_BYTES - wire.HEADER_ROOM_BYTES
+    return max(wire.PAGE_BYTES, min(wire.PAYLOAD_BYTES_MAX, room // wire.PAGE_BYTES * wire.PAGE_BYTES))
+
+
+class Child:
+    """A running daemon. ``peer_fd`` carries FUSE messages, ``control`` its questions, ``events`` our news."""
+
+    def __init__(self, argv: Sequence[str], environment: dict[str, str], state: bytes, cwd: str | None = None) -> None:
+        """Start it; ``OSError`` when the program cannot be run."""
+        pairs = [socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(3)]
+        state_fd = os.memfd_create("cachexfs-state", os.MFD_CLOEXEC)
+        try:
+            with os.fdopen(os.dup(state_fd), "wb") as writer:
+                writer.write(state)
+            os.lseek(state_fd, 0, os.SEEK_SET)
+            for sock in pairs[0]:
+                _enlarge(sock)
+            theirs = [pair[1].fileno() for pair in pairs]
+            names = (messages.ENV_FUSE_FD, messages.ENV_CONTROL_FD, messages.ENV_EVENTS_FD)
+            variables = {name: str(fd) for name, fd in zip(names, theirs, strict=True)}
+            variables[messages.ENV_STATE_FD] = str(state_fd)
+            self._process = subprocess.Popen(
+                list(argv),
+                env={**environment, **variables},
+                pass_fds=(*theirs, state_fd),
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+                cwd=cwd,
+            )
+        except BaseException:
+            for pair in pairs:
+                pair[0].close()
+            raise
+        finally:
+            os.close(state_fd)
+            for pair in pairs:
+                pair[1].close()
+        self.peer, self.control, self.events = (pair[0] for pair in pairs)
+        for sock in (self.peer, self.control, self.events):
+            sock.setblocking(False)
+        self.pid = self._process.pid
+        self.peer_fd = self.peer.fileno()
+
+    def tell(self, event: messages.Event) -> bool:
+        """Send an event; False when the daemon no longer takes any."""
+        try:
+            self.events.send(messages.Message(event).pack())
+        except OSError:
+            return False
+        return True
+
+    def has_exited(self) -> bool:
+        """Whether it has ended; it is not reaped yet."""
+        if self._process.returncode is not None:
+            return True
+        flags = os.WEXITED | os.WNOHANG | os.WNOWAIT
+        return os.waitid(os.P_PID, self.pid, flags) is not None
+
+    def kill(self) -> None:
+        """SIGKILL to the whole group. It is a zombie at least until ``reap``, so the number is still its own."""
+        if self._process.returncode is None:
+            try:
+                os.killpg(self.pid, signal.SIGKILL)
+            except ProcessLookupError:
+                pass
+
+    def reap(self) -> int:
+        """After ``has_exited``: kill what is left of the group, collect the exit code, close the sockets."""
+        self.kill()
+        code = self._process.wait()
+        for sock in (self.peer, self.control, self.events):
+            sock.close()
+        return code

@@ -1,0 +1,100 @@
+"""The daemon's questions on the control socket: ready, register, unregister, stopping.
+
+Role: receives one fixed-size message and at most one descriptor, checks both, acts, answers. What is not a
+message is answered with EINVAL and counted; descriptors that came along are always closed here.
+Concurrency: the supervisor's one thread, non-blocking. Called by ``run`` when the socket is readable.
+"""
+
+from __future__ import annotations
+
+import array
+import errno
+import os
+import socket
+from collections.abc import Callable
+
+from .messages import MESSAGE_BYTES, Call, MalformedError, Message, unpack
+from .passthrough import Backings, RefusedError
+
+_FDS_MAX = 8
+
+
+class Control:
+    """Answers one daemon. ``on_ready`` and ``on_stopping(exit code)`` tell ``run``."""
+
+    def __init__(self, backings: Backings, on_ready: Callable[[], None], on_stopping: Callable[[int], None]) -> None:
+        self._backings = backings
+        self._on_ready = on_ready
+        self._on_stopping = on_stopping
+        #: Why registrations are refused; empty when they are accepted.
+        self.no_passthrough = ""
+        self.refused = 0
+        self.last_refusal = ""
+
+    def on_readable(self, sock: socket.socket) -> bool:
+        """One message; False when the daemon has closed its end."""
+        fds = array.array("i")
+        try:
+            raw, ancillary, flags, _ = sock.recvmsg(
+                MESSAGE_BYTES + 1, socket.CMSG_SPACE(_FDS_MAX * fds.itemsize), socket.MSG_CMSG_CLOEXEC
+            )
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+        for level, kind, data in ancillary:
+            if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+                fds.frombytes(data[: len(data) - len(data) % fds.itemsize])
+        try:
+            if not raw and not fds:
+                return False
+            is_cut = bool(flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC))
+            reply = self._answer(raw, list(fds), is_cut)
+        finally:
+            for fd in fds:
+                os.close(fd)
+        try:
+            sock.send(reply.pack())
+        except OSError:
+            pass  # it does not read its answers; its own deadline tells it
+        return True
+
+    def _answer(self, raw: bytes, fds: list[int], is_cut: bool) -> Message:
+        sequence = 0
+        try:
+            message = unpack(raw)
+            sequence = message.sequence
+            _check(message, len(fds), is_cut)
+            value = self._act(message, fds)
+        except MalformedError as error:
+            value = self._refuse(errno.EINVAL, f"control message: {error}")
+        except RefusedError as error:
+            value = self._refuse(error.code, f"descriptor: {error}")
+        except OSError as error:
+            value = self._refuse(error.errno or errno.EIO, f"kernel: {error.strerror}")
+        return Message(Call.READY, sequence, value, 0, is_reply=True)
+
+    def _act(self, message: Message, fds: list[int]) -> int:
+        if message.kind == Call.REGISTER:
+            if self.no_passthrough:
+                raise RefusedError(errno.EOPNOTSUPP, self.no_passthrough)
+            return self._backings.register(message.fh, fds[0])
+        if message.kind == Call.UNREGISTER:
+            self._backings.unregister(message.fh)
+        elif message.kind == Call.READY:
+            self._on_ready()
+        else:
+            self._on_stopping(message.value)
+        return 0
+
+    def _refuse(self, code: int, what: str) -> int:
+        self.refused += 1
+        self.last_refusal = what
+        return -code
+
+
+def _check(message: Message, fd_count: int, is_cut: bool) -> None:
+    if is_cut or message.is_reply or message.kind not in Call.__members__.values():
+        raise MalformedError("cut, a reply, or of unknown kind")
+    if fd_count != (1 if message.kind == Call.REGISTER else 0):
+        raise MalformedError(f"{fd_count} descriptors")

@@ -1,0 +1,167 @@
+"""What supervisor and daemon say to each other beside FUSE messages: fixed-size structs, checked on both sides.
+
+Role: the layouts of the control socket (daemon asks, supervisor answers), of the event socket (supervisor
+tells), and of the state file that a new daemon inherits. Pure. Called by ``control``, ``child`` and ``client``.
+A message of another length, magic or kind, or with another number of descriptors, is refused.
+"""
+
+from __future__ import annotations
+
+import enum
+import struct
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+#: Environment of a daemon: numbers of inherited descriptors, the mount's random name, the capability word.
+ENV_FUSE_FD = "CACHEXFS_FUSE_FD"
+ENV_CONTROL_FD = "CACHEXFS_SUPERVISOR_FD"
+ENV_EVENTS_FD = "CACHEXFS_EVENTS_FD"
+ENV_STATE_FD = "CACHEXFS_STATE_FD"
+ENV_MOUNT_ID = "CACHEXFS_MOUNT_ID"
+ENV_PASSTHROUGH = "CACHEXFS_PASSTHROUGH"
+ENV_MOUNTPOINT = "CACHEXFS_MOUNTPOINT"
+
+MAGIC = 0x43585331  # "CXS1"
+NAME_BYTES_MAX = 255
+
+
+class Call(enum.IntEnum):
+    """What the daemon may ask on the control socket."""
+
+    READY = 1  # state adopted, about to serve
+    REGISTER = 2  # one descriptor comes along: back file handle ``fh`` with it
+    UNREGISTER = 3  # forget the backing of ``fh`` as soon as no open uses it
+    STOPPING = 4  # finished on purpose with exit code ``value``: unmount, do not restart
+
+
+class Event(enum.IntEnum):
+    """What the supervisor tells on the event socket."""
+
+    STOP = 1  # finish up (drain), then call stopping()
+    RETIRE = 2  # another daemon takes over: end now, leave the state on disk
+    END = 3  # the mount is gone: leave the main loop and exit
+
+
+class MalformedError(ValueError):
+    """The other side sent something that is not a message."""
+
+
+_MESSAGE = struct.Struct("<IHHIiQ8x")  # magic kind flags sequence value fh
+MESSAGE_BYTES = _MESSAGE.size
+REPLY_FLAG = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One message of the control or event socket. ``value`` is an exit code, a backing id or ``-errno``."""
+
+    kind: int
+    sequence: int = 0
+    value: int = 0
+    fh: int = 0
+    is_reply: bool = False
+
+    def pack(self) -> bytes:
+        """The 32 bytes on the wire."""
+        flags = REPLY_FLAG if self.is_reply else 0
+        return _MESSAGE.pack(MAGIC, self.kind, flags, self.sequence, self.value, self.fh)
+
+
+def unpack(raw: bytes) -> Message:
+    """Parse one message; ``MalformedError`` unless length, magic and flags are right."""
+    if len(raw) != MESSAGE_BYTES:
+        raise MalformedError(f"{len(raw)} bytes instead of {MESSAGE_BYTES}")
+    magic, kind, flags, sequence, value, fh = _MESSAGE.unpack(raw)
+    if magic != MAGIC or flags not in (0, REPLY_FLAG) or raw[-8:] != b"\0" * 8:
+        raise MalformedError("wrong magic, flags or padding")
+    return Message(kind, sequence, value, fh, flags == REPLY_FLAG)
+
+
+@dataclass(frozen=True, slots=True)
+class Replayed:
+    """A request that an earlier daemon had, perhaps applied, and did not answer.
+
+    ``request_id`` is what ``ctx.pid`` shows to the handler (0 for operations without one); ``node2`` and
+    ``name2`` are the new parent and name of a rename, ``node2`` the inode of a link. Names over 255 bytes are
+    empty.
+    """
+
+    opcode: int
+    unique: int
+    request_id: int
+    node: int
+    name: bytes
+    node2: int
+    name2: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Handle:
+    """A file or directory handle that applications hold open. ``opens`` counts OPENs less RELEASEs."""
+
+    fh: int
+    node: int
+    flags: int
+    opens: int
+    is_dir: bool
+    passthrough: bool
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """What a new daemon must know: which life of the mount this is, the replays, the open handles."""
+
+    life: int
+    replays: tuple[Replayed, ...]
+    handles: tuple[Handle, ...]
+
+
+_STATE_HEAD = struct.Struct("<IIII")  # magic life replays handles
+_REPLAYED = struct.Struct("<IIQQQHH4x256s256s")
+_HANDLE = struct.Struct("<QQIIII")
+_RECORDS_MAX = 1 << 24
+
+
+def _name(raw: bytes) -> bytes:
+    return raw if len(raw) <= NAME_BYTES_MAX else b""
+
+
+def pack_state(life: int, replays: Iterable[Replayed], handles: Iterable[Handle]) -> bytes:
+    """The content of the state file."""
+    rows = list(replays)
+    open_ones = list(handles)
+    parts = [_STATE_HEAD.pack(MAGIC, life, len(rows), len(open_ones))]
+    for r in rows:
+        name, name2 = _name(r.name), _name(r.name2)
+        parts.append(
+            _REPLAYED.pack(r.opcode, r.request_id, r.unique, r.node, r.node2, len(name), len(name2), name, name2)
+        )
+    parts.extend(_HANDLE.pack(h.fh, h.node, h.flags, h.opens, h.is_dir, h.passthrough) for h in open_ones)
+    return b"".join(parts)
+
+
+def unpack_state(raw: bytes) -> State:
+    """Parse the state file; ``MalformedError`` unless every length fits."""
+    if len(raw) < _STATE_HEAD.size:
+        raise MalformedError("state file too short")
+    magic, life, replays, handles = _STATE_HEAD.unpack_from(raw)
+    if magic != MAGIC or replays > _RECORDS_MAX or handles > _RECORDS_MAX:
+        raise MalformedError("state file: wrong magic or counts")
+    split = _STATE_HEAD.size + replays * _REPLAYED.size
+    if len(raw) != split + handles * _HANDLE.size:
+        raise MalformedError("state file: wrong length")
+    return State(
+        life,
+        tuple(_replayed_rows(raw[_STATE_HEAD.size : split])),
+        tuple(
+            Handle(fh, node, flags, opens, bool(is_dir), bool(passed))
+            for fh, node, flags, opens, is_dir, passed in _HANDLE.iter_unpack(raw[split:])
+        ),
+    )
+
+
+def _replayed_rows(raw: bytes) -> Iterator[Replayed]:
+    for opcode, request_id, unique, node, node2, n1, n2, name, name2 in _REPLAYED.iter_unpack(raw):
+        if n1 > NAME_BYTES_MAX or n2 > NAME_BYTES_MAX:
+            raise MalformedError("state file: name too long")
+        yield Replayed(opcode, unique, request_id, node, name[:n1], node2, name2[:n2])

@@ -1,0 +1,170 @@
+"""Backing files: what the kernel reads and writes itself for a file handle.
+
+Role: probes whether this machine can, checks each descriptor that the daemon offers, registers it with the
+kernel (ioctl FUSE_DEV_IOC_BACKING_OPEN, Linux 6.9, CAP_SYS_ADMIN), and gives it back when no open uses it.
+Concurrency: the supervisor's one thread. Called by ``control`` (register) and ``session`` (opens, releases).
+
+The kernel opens the *path* behind a registered descriptor again, with the application's flags and without a
+permission check. So ``allows`` compares those flags with how the daemon itself had opened the file: a daemon
+that could only read a file never gives anybody the right to write it.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import stat
+import struct
+from dataclasses import dataclass, field
+
+_BACKING_OPEN = 0x4010E501  # _IOW(229, 1, struct fuse_backing_map)
+_BACKING_CLOSE = 0x4004E502  # _IOW(229, 2, uint32_t)
+_BACKING_MAP = struct.Struct("<iIQ")
+_O_PATH = 0o10000000
+_CAP_SYS_ADMIN = 21
+#: Registrations that may exist at once: each pins an open file in the kernel.
+BACKINGS_MAX = 1 << 17
+
+
+class RefusedError(Exception):
+    """A descriptor that the daemon offered is not one that may back a file. ``code`` is the errno to answer."""
+
+    def __init__(self, code: int, why: str) -> None:
+        super().__init__(why)
+        self.code = code
+
+
+def probe(mode: str) -> str:
+    """Why passthrough cannot be used here; the empty string when it can (the INIT answer may still say no)."""
+    if mode == "off":
+        return "switched off"
+    release = os.uname().release
+    major, minor = (int("".join(c for c in part if c.isdigit()) or 0) for part in release.split(".")[:2])
+    if (major, minor) < (6, 9):
+        return f"kernel {release} is older than 6.9"
+    if not has_sys_admin():
+        return "no CAP_SYS_ADMIN"
+    return ""
+
+
+def has_sys_admin() -> bool:
+    """Whether this process has CAP_SYS_ADMIN now."""
+    with open("/proc/self/status", encoding="ascii", errors="replace") as status:
+        for line in status:
+            if line.startswith("CapEff:"):
+                return bool(int(line.split()[1], 16) >> _CAP_SYS_ADMIN & 1)
+    return False
+
+
+@dataclass(slots=True)
+class _Backing:
+    backing_id: int
+    fhs: set[int] = field(default_factory=set)
+
+
+@dataclass(slots=True)
+class _Registered:
+    file: tuple[int, int]
+    access: int
+    opens: int = 0
+    is_wanted: bool = True
+
+
+class Backings:
+    """All registrations of one mount. One backing id for a file, however many handles it has."""
+
+    def __init__(self, device_fd: int, allowed_devices: frozenset[int]) -> None:
+        self._device_fd = device_fd
+        self._allowed = allowed_devices
+        self._files: dict[tuple[int, int], _Backing] = {}
+        self._by_fh: dict[int, _Registered] = {}
+
+    def __len__(self) -> int:
+        return len(self._by_fh)
+
+    def register(self, fh: int, fd: int) -> int:
+        """Back handle ``fh`` with the open file ``fd``; the backing id (positive).
+
+        ``RefusedError`` when the descriptor fails a check, ``OSError`` when the kernel refuses it. Registering
+        the same handle again with the same file is allowed, with another file only when no open uses it.
+        """
+        info, access = self._check(fd)
+        file = (info.st_dev, info.st_ino)
+        known = self._by_fh.get(fh)
+        if known is not None:
+            if known.file == file:
+                known.is_wanted = True
+                known.access = access
+                return self._files[file].backing_id
+            if known.opens:
+                raise RefusedError(errno.EBUSY, "handle is open with another file behind it")
+            self._drop(fh)
+        if len(self._by_fh) >= BACKINGS_MAX:
+            raise RefusedError(errno.ENFILE, "too many registrations")
+        backing = self._files.get(file)
+        if backing is None:
+            request = bytearray(_BACKING_MAP.pack(fd, 0, 0))
+            backing = _Backing(fcntl.ioctl(self._device_fd, _BACKING_OPEN, request))
+            self._files[file] = backing
+        backing.fhs.add(fh)
+        self._by_fh[fh] = _Registered(file, access)
+        return backing.backing_id
+
+    def _check(self, fd: int) -> tuple[os.stat_result, int]:
+        info = os.fstat(fd)
+        if not stat.S_ISREG(info.st_mode):
+            raise RefusedError(errno.EINVAL, "not a regular file")
+        if info.st_dev not in self._allowed:
+            raise RefusedError(errno.EXDEV, "not on a filesystem that was given as --backing-dir")
+        flags = fcntl.fcntl(fd, fcntl.F_GETFL)
+        if flags & _O_PATH or flags & os.O_APPEND:
+            raise RefusedError(errno.EBADF, "opened with O_PATH or O_APPEND")
+        return info, flags & os.O_ACCMODE
+
+    def unregister(self, fh: int) -> None:
+        """Forget the backing of ``fh`` now, or when its last open ends."""
+        known = self._by_fh.get(fh)
+        if known is None:
+            return
+        known.is_wanted = False
+        if not known.opens:
+            self._drop(fh)
+
+    def allows(self, fh: int, open_flags: int) -> int:
+        """The backing id for an open of ``fh`` with these open(2) flags, or 0: not registered, not permitted."""
+        known = self._by_fh.get(fh)
+        if known is None or not known.is_wanted:
+            return 0
+        wanted = open_flags & os.O_ACCMODE
+        if known.access not in (wanted, os.O_RDWR):
+            return 0
+        return self._files[known.file].backing_id
+
+    def opened(self, fh: int) -> None:
+        """The kernel was told to pass an open of ``fh`` through."""
+        self._by_fh[fh].opens += 1
+
+    def released(self, fh: int) -> None:
+        """An open of ``fh`` that was passed through has ended."""
+        known = self._by_fh.get(fh)
+        if known is not None:
+            known.opens = max(0, known.opens - 1)
+            if not known.opens:
+                self._drop(fh)
+
+    def daemon_gone(self) -> None:
+        """Registrations that no open uses belonged to the daemon that died."""
+        for fh in [fh for fh, known in self._by_fh.items() if not known.opens]:
+            self._drop(fh)
+
+    def _drop(self, fh: int) -> None:
+        known = self._by_fh.pop(fh)
+        backing = self._files[known.file]
+        backing.fhs.discard(fh)
+        if not backing.fhs:
+            del self._files[known.file]
+            try:
+                fcntl.ioctl(self._device_fd, _BACKING_CLOSE, struct.pack("<I", backing.backing_id))
+            except OSError:
+                pass  # the connection has ended: the kernel has closed it already

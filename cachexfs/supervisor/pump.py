@@ -1,0 +1,391 @@
+"""The pump: whole messages between the kernel and the daemon, and the memory of what is unanswered.
+
+Role: the hot path. Reads ``/dev/fuse``, writes the daemon's socket, and back. Payload is never copied: a large
+request stays in the buffer it was read into until it is answered, and the next read takes another buffer.
+Concurrency: one thread, two non-blocking descriptors in one epoll. Notifications (cache invalidation) go
+through a second thread, because the kernel may make them wait for a lock that only a reply frees.
+Called by ``run``; calls ``Session`` for the few replies that are watched.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import queue
+import select
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+
+from . import wire
+from .messages import Replayed
+from .replay import IDENTIFIED, REQUEST_ID_MAX, TABLE, Rule, describe
+from .session import WATCHED, IncompatibleError, Session
+
+#: Requests up to this size are copied out of the read buffer; larger ones keep the buffer. Bytes.
+_COPY_BYTES_MAX = 32768
+#: Buffers kept for reuse: what one burst of background writes needs.
+_POOL_MAX = 32
+#: Notifications that may wait for the kernel; a daemon that is further ahead is broken.
+NOTIFICATIONS_MAX = 65536
+_AGAIN = (errno.EAGAIN, errno.EINTR, errno.ENOENT)
+_ERRNO_MAX = 511
+_NO_MEMORY_S = 0.001
+
+
+class Pump:
+    """Moves messages between one device and one daemon at a time."""
+
+    def __init__(self, device_fd: int, session: Session, epoll: select.epoll) -> None:
+        self._device = device_fd
+        self._session = session
+        self._epoll = epoll
+        self._peer = -1
+        self._is_open_for_requests = False
+        self._pending: dict[int, bytes | memoryview] = {}
+        self._ids: dict[int, int] = {}
+        self._next_id = 1
+        self._outgoing: deque[bytes | memoryview] = deque()
+        self._pool: list[bytearray] = []
+        self._request_view = memoryview(bytearray(wire.MESSAGE_BYTES_MAX))
+        self._reply_view = memoryview(bytearray(wire.MESSAGE_BYTES_MAX))
+        self._device_mask = 0
+        self._peer_mask = 0
+        self._notifier = Notifier(device_fd)
+        self._init_unique = 0
+        #: Called when a daemon has answered INIT, with what is wrong with the answer (empty: nothing).
+        self.on_init: Callable[[str], None] = lambda why: None
+        #: The connection has ended: unmounted or aborted.
+        self.is_ended = False
+        #: Everything is answered with EIO.
+        self.is_failing = False
+        #: The daemon's end is closed.
+        self.is_peer_gone = False
+        self.refused = 0
+        self.last_refusal = ""
+        self.answered = 0
+        epoll.register(device_fd, 0)
+
+    # -- who is at the other end ------------------------------------------------------------------------
+
+    def attach(self, peer_fd: int) -> None:
+        """A new daemon's socket. INIT goes first when the kernel has sent it; the rest waits for its answer."""
+        self._peer = peer_fd
+        self.is_peer_gone = False
+        self._outgoing.clear()
+        self._peer_mask = select.EPOLLIN
+        self._epoll.register(peer_fd, self._peer_mask)
+        init = self._session.init_request()
+        if init:
+            self._init_unique = wire.unique_of(init)
+            self._pending[self._init_unique] = init
+            self._send(init)
+        else:
+            self._is_open_for_requests = True
+        self._arm()
+
+    def detach(self) -> None:
+        """The daemon is dead: take the answers that it had given, then forget its socket."""
+        if self._peer < 0:
+            return
+        while not self.is_peer_gone and self.on_peer():
+            pass
+        if not self.is_peer_gone:
+            self._epoll.unregister(self._peer)
+        self._peer = -1
+        self._outgoing.clear()
+        self._is_open_for_requests = False
+        self._pending.pop(self._init_unique, None)
+        self._arm()
+
+    def replay(self) -> None:
+        """Send everything unanswered to the new daemon, oldest first, then open the device."""
+        for request in list(self._pending.values()):
+            rule = TABLE.get(wire.opcode_of(request))
+            if rule is None or rule.rule in (Rule.AGAIN, Rule.NAMED):
+                self._outgoing.append(request)
+        self._is_open_for_requests = True
+        self.flush()
+
+    def pause(self) -> None:
+        """Take no more requests from the kernel; answers still pass."""
+        self._is_open_for_requests = False
+        self._arm()
+
+    def replays(self) -> list[Replayed]:
+        """The unanswered requests, for the state file of the next daemon."""
+        return [
+            describe(request, self._ids.get(unique, 0))
+            for unique, request in self._pending.items()
+            if request[4] != wire.INIT
+        ]
+
+    @property
+    def pending_count(self) -> int:
+        """Requests without an answer."""
+        return len(self._pending)
+
+    @property
+    def oldest_unique(self) -> int:
+        """The kernel's number of the oldest unanswered request; 0 when there is none."""
+        return next(iter(self._pending), 0)
+
+    # -- kernel to daemon -------------------------------------------------------------------------------
+
+    def on_device(self) -> None:
+        """The device is readable: one request."""
+        view = self._request_view
+        try:
+            size = os.readv(self._device, (view,))
+        except OSError as error:
+            if error.errno not in _AGAIN:
+                self.device_ended()
+            return
+        _, opcode, unique = wire.IN_HEAD.unpack_from(view)
+        if self.is_failing:
+            self._fail(opcode, unique, view[:size])
+            return
+        request: bytes | memoryview
+        if size <= _COPY_BYTES_MAX:
+            if opcode in IDENTIFIED:
+                self._identify(unique, view)
+            request = bytes(view[:size])
+        else:
+            request = view[:size]
+            if opcode not in wire.NO_REPLY:
+                pool = self._pool
+                self._request_view = memoryview(pool.pop() if pool else bytearray(wire.MESSAGE_BYTES_MAX))
+        if opcode in wire.NO_REPLY:
+            if opcode == wire.INTERRUPT:
+                return
+            if size > _COPY_BYTES_MAX:
+                request = bytes(request)
+        else:
+            self._pending[unique] = request
+            if opcode == wire.INIT:
+                self._init_unique = unique
+                self._session.remember_init(bytes(request))
+        self._send(request)
+
+    def _identify(self, unique: int, view: memoryview) -> None:
+        request_id = self._next_id
+        self._next_id = request_id % REQUEST_ID_MAX + 1
+        self._ids[unique] = request_id
+        wire.put_u32(view, wire.IN_PID_OFFSET, request_id)
+
+    def _send(self, request: bytes | memoryview) -> None:
+        if self._outgoing:
+            self._outgoing.append(request)
+            return
+        try:
+            os.write(self._peer, request)
+        except OSError as error:
+            self._not_sent(request, error)
+
+    def _not_sent(self, request: bytes | memoryview, error: OSError) -> None:
+        if error.errno in (errno.EAGAIN, errno.ENOBUFS, errno.ENOMEM):
+            self._outgoing.appendleft(request)
+            if error.errno != errno.EAGAIN:
+                time.sleep(_NO_MEMORY_S)  # the socket is writable, the kernel lacks contiguous memory
+        else:
+            # EPIPE, ECONNRESET: the daemon is dying. What needs an answer is in ``_pending`` and comes back.
+            self._is_open_for_requests = False
+        self._arm()
+
+    def flush(self) -> None:
+        """The daemon's socket takes more: send what waits."""
+        outgoing = self._outgoing
+        while outgoing:
+            request = outgoing.popleft()
+            try:
+                os.write(self._peer, request)
+            except OSError as error:
+                self._not_sent(request, error)
+                return
+        self._arm()
+
+    def _arm(self) -> None:
+        is_reading = self.is_failing or (self._is_open_for_requests and not self._outgoing)
+        mask = select.EPOLLIN if is_reading and not self.is_ended else 0
+        if mask != self._device_mask and not self.is_ended:
+            self._device_mask = mask
+            self._epoll.modify(self._device, mask)
+        if self._peer >= 0 and not self.is_peer_gone:
+            mask = select.EPOLLIN | (select.EPOLLOUT if self._outgoing else 0)
+            if mask != self._peer_mask:
+                self._peer_mask = mask
+                self._epoll.modify(self._peer, mask)
+
+    # -- daemon to kernel -------------------------------------------------------------------------------
+
+    def on_peer(self) -> bool:
+        """The daemon's socket is readable: one reply. False when nothing was there or its end is closed."""
+        view = self._reply_view
+        try:
+            size = os.readv(self._peer, (view,))
+        except OSError as error:
+            if error.errno == errno.ECONNRESET:
+                self._peer_closed()
+            return False
+        if not size:
+            self._peer_closed()
+            return False
+        if size < wire.OUT_HEADER.size:
+            self._refuse(f"a reply of {size} bytes")
+            return True
+        length, error_code, unique = wire.OUT_HEADER.unpack_from(view)
+        if not unique:
+            self._notify(bytes(view[:size]), length, error_code)
+            return True
+        request = self._pending.pop(unique, None)
+        if request is None:
+            self._refuse("a reply to no request")
+            return True
+        if request[4] in WATCHED:
+            if unique == self._init_unique:
+                self._init_replied(view[:size], request)
+                return True
+            if not error_code or request[4] in (wire.RELEASE, wire.RELEASEDIR):
+                error_code = -self._session.replied(request, view[:size]) or error_code
+                if error_code and length != wire.OUT_HEADER.size:
+                    self._refuse("an open reply that is too short")
+                    view = memoryview(bytearray(wire.error_reply(unique)))
+                    length = size = wire.OUT_HEADER.size
+        if length != size or not -_ERRNO_MAX <= error_code <= 0 or (error_code and size != 16):
+            self._refuse("a reply with a wrong length or error number")
+            self._answer(wire.error_reply(unique), unique)
+        else:
+            self._answer(view[:size], unique)
+        self._ids.pop(unique, None)
+        self.answered += 1
+        if type(request) is memoryview and len(self._pool) < _POOL_MAX and not self._outgoing:
+            self._pool.append(request.obj)  # type: ignore[arg-type]
+        return True
+
+    def _answer(self, reply: wire.Buffer, unique: int) -> None:
+        try:
+            os.write(self._device, reply)
+        except OSError as error:
+            if error.errno == errno.ENOENT:
+                return  # the kernel has given the request up
+            if error.errno in (errno.ENODEV, errno.EPERM):
+                self.device_ended()
+                return
+            self._refuse(f"a reply that the kernel does not take ({error.strerror})")
+            try:
+                os.write(self._device, wire.error_reply(unique))
+            except OSError:
+                pass  # the kernel had ended the request with the first one
+
+    def _init_replied(self, reply: memoryview, request: bytes | memoryview) -> None:
+        try:
+            if self._session.init_replied(reply):
+                self._answer(reply, self._init_unique)
+        except IncompatibleError as error:
+            self._pending[self._init_unique] = request
+            self.on_init(str(error))
+        else:
+            self.on_init("")
+
+    def _notify(self, message: bytes, length: int, code: int) -> None:
+        if length != len(message) or code not in wire.NOTIFY_CODES:
+            self._refuse("a notification of unknown kind or wrong length")
+        elif not self._notifier.put(message):
+            self._refuse("more notifications than may wait")
+
+    def _refuse(self, what: str) -> None:
+        self.refused += 1
+        self.last_refusal = what
+
+    def _peer_closed(self) -> None:
+        self.is_peer_gone = True
+        self._is_open_for_requests = False
+        self._epoll.unregister(self._peer)
+        self._outgoing.clear()
+        self._arm()
+
+    # -- ends -------------------------------------------------------------------------------------------
+
+    def fail_everything(self) -> None:
+        """From now on every request is answered with EIO; what is pending first."""
+        self.is_failing = True
+        init = self._session.init_request()
+        if init and not self._session.is_agreed:
+            self._answer(wire.minimal_init_reply(init), wire.unique_of(init))
+        self._pending.pop(self._init_unique, None)
+        for unique, request in list(self._pending.items()):
+            self._fail(request[4], unique, request)
+        self._pending.clear()
+        self._ids.clear()
+        self._arm()
+
+    def serve_again(self) -> None:
+        """Undo ``fail_everything``: a daemon is to be tried again."""
+        self.is_failing = False
+        self._arm()
+
+    def _fail(self, opcode: int, unique: int, request: wire.Buffer) -> None:
+        if opcode in wire.NO_REPLY:
+            return
+        if opcode == wire.INIT:
+            self._answer(wire.minimal_init_reply(request), unique)
+            return
+        if opcode in (wire.RELEASE, wire.RELEASEDIR):
+            self._session.replied(request, memoryview(b""))
+        self._answer(wire.error_reply(unique), unique)
+
+    def give_up_on(self, unique: int) -> None:
+        """Answer one request with EIO: it has been with too many daemons that died."""
+        request = self._pending.pop(unique, None)
+        if request is not None:
+            self._ids.pop(unique, None)
+            self._fail(request[4], unique, request)
+
+    def device_ended(self) -> None:
+        """The device reports an error (EPOLLERR): unmounted, or the connection was aborted."""
+        if not self.is_ended:
+            self.is_ended = True
+            self._epoll.unregister(self._device)
+
+    def close(self) -> None:
+        """End the notifier's thread (it may be waiting in the kernel: it is a daemon thread)."""
+        self._notifier.close()
+
+
+class Notifier:
+    """Writes notifications to the kernel from a thread of its own, in order."""
+
+    def __init__(self, device_fd: int) -> None:
+        self._device = device_fd
+        self._queue: queue.Queue[bytes | None] = queue.Queue(NOTIFICATIONS_MAX)
+        self._thread: threading.Thread | None = None
+
+    def put(self, message: bytes) -> bool:
+        """Queue one; False when too many wait."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="notifier", daemon=True)
+            self._thread.start()
+        try:
+            self._queue.put_nowait(message)
+        except queue.Full:
+            return False
+        return True
+
+    def _run(self) -> None:
+        while True:
+            message = self._queue.get()
+            if message is None:
+                return
+            try:
+                os.write(self._device, message)
+            except OSError:
+                pass  # ENOENT: the kernel does not know the inode or name; ENODEV: the mount has ended
+
+    def close(self) -> None:
+        """Let the thread end."""
+        if self._thread is not None:
+            try:
+                self._queue.put_nowait(None)
+            except queue.Full:
+                pass

@@ -1,0 +1,424 @@
+"""The supervisor's loop: one epoll over the device, the daemon's sockets, signals and the status socket.
+
+Role: acts on what ``Lifecycle`` decides: starts daemons, hands over, answers EIO, unmounts, ends.
+Concurrency: one thread; the only others are the notifier (``pump``) and the one that unmounts. Nothing here
+touches the mounted tree. Called by ``__main__``.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import select
+import signal
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from . import messages, mount
+from .child import Child
+from .control import Control
+from .lifecycle import EXIT_NOT_DURABLE, Lifecycle, Limits, Phase
+from .messages import Event
+from .passthrough import Backings
+from .pump import Pump
+from .session import Session
+from .status import StatusSocket
+
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD)
+#: A daemon that served this long is one that can run, even if nobody asked it anything. Seconds.
+_STABLE_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What to run: all of it from the command line, after mounting."""
+
+    mountpoint: str
+    device_fd: int
+    argv: tuple[str, ...]
+    limits: Limits
+    payload_bytes_max: int
+    no_passthrough: str
+    backing_devices: frozenset[int]
+    status_path: str | None
+    ready_fd: int | None
+
+
+def log(text: str) -> None:
+    """One line on stderr."""
+    print(f"cachexfs.supervisor: {text}", file=sys.stderr, flush=True)
+
+
+class Supervisor:
+    """One mount from its first daemon to its end; ``run`` returns the exit code."""
+
+    def __init__(self, plan: Plan, environment: Mapping[str, str]) -> None:
+        self._plan = plan
+        self._life = Lifecycle(plan.limits)
+        self._epoll = select.epoll()
+        self._backings = Backings(plan.device_fd, plan.backing_devices)
+        self._session = Session(self._backings, plan.payload_bytes_max, plan.no_passthrough)
+        self._pump = Pump(plan.device_fd, self._session, self._epoll)
+        self._pump.on_init = self._init_answered
+        self._control = Control(self._backings, self._daemon_ready, self._daemon_stopping)
+        self._child: Child | None = None
+        self._is_initialised = self._is_ready = False
+        self._is_retire_due = False
+        self._answered_at_start = 0
+        self._served_s = 0.0
+        self._daemon_code: int | None = None
+        self._replay_counts: dict[int, int] = {}
+        self._oldest_seen = 0
+        self._poisoned = 0
+        self._started_s = time.monotonic()
+        self._unmounter: threading.Thread | None = None
+        self._unmount_said = ""
+        self._signal_fd, self._wakeup_fd = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._status = StatusSocket(plan.status_path, self._epoll, self._command)
+        self._environment = {
+            **environment,
+            messages.ENV_MOUNT_ID: secrets.token_hex(8),
+            messages.ENV_MOUNTPOINT: plan.mountpoint,
+        }
+        self._ready_fd = plan.ready_fd
+
+    # -- the loop ---------------------------------------------------------------------------------------
+
+    def run(self) -> int:
+        """Serve until the mount is gone; the exit code."""
+        signal.set_wakeup_fd(self._wakeup_fd, warn_on_full_buffer=False)
+        for number in _SIGNALS:
+            signal.signal(number, lambda *_: None)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
+        self._epoll.register(self._signal_fd, select.EPOLLIN)
+        self._life.deadlines["oldest"] = time.monotonic() + self._plan.limits.request_s / 2
+        self._start()
+        while not (self._life.phase is Phase.ENDED and self._child is None):
+            self._turn()
+        self._status.close()
+        self._pump.close()
+        return self._life.exit_code
+
+    def _turn(self) -> None:
+        pump, device_fd = self._pump, self._plan.device_fd
+        for fd, mask in self._epoll.poll(self._life.timeout_s(time.monotonic())):
+            if fd == device_fd:
+                if mask & select.EPOLLIN and not pump.is_ended:
+                    pump.on_device()
+                elif mask & (select.EPOLLERR | select.EPOLLHUP):
+                    pump.device_ended()
+            elif self._child is not None and fd == self._child.peer_fd:
+                if mask & (select.EPOLLIN | select.EPOLLHUP):
+                    pump.on_peer()
+                if mask & select.EPOLLOUT:
+                    pump.flush()
+            else:
+                self._other(fd)
+        if pump.is_ended and self._life.phase is not Phase.ENDED:
+            self._mount_gone()
+        if pump.is_peer_gone and self._child is not None and "exit" not in self._life.deadlines:
+            self._life.deadlines["exit"] = time.monotonic() + self._plan.limits.exit_s
+        if self._is_retire_due and not pump.pending_count:
+            self._retire_now()
+        if self._life.deadlines:
+            for name in self._life.due(time.monotonic()):
+                self._deadline(name)
+
+    def _other(self, fd: int) -> None:
+        child = self._child
+        if child is not None and fd == child.control.fileno():
+            if not self._control.on_readable(child.control):
+                self._epoll.unregister(fd)
+        elif fd == self._signal_fd:
+            for number in set(os.read(self._signal_fd, 512)):
+                self._signal(number)
+        else:
+            self._status.on_event(fd)
+
+    def _signal(self, number: int) -> None:
+        if number == signal.SIGCHLD:
+            if self._child is not None and self._child.has_exited():
+                self._child_gone()
+        elif number == signal.SIGHUP:
+            self.restart()
+        else:
+            self.stop()
+
+    def _deadline(self, name: str) -> None:
+        if name == "oldest":
+            self._check_oldest()
+        elif name == "stop":
+            self._life.exit_code = EXIT_NOT_DURABLE
+            log("the daemon did not finish in time: unmounting with its work undone")
+            self._unmount()
+        elif name == "exit":
+            self._kill("the daemon did not exit in time")
+        elif self._life.phase is Phase.BACKOFF:
+            self._start()
+        elif self._life.phase is Phase.STARTING:
+            self._kill("the daemon was not ready in time")
+        elif self._life.phase is Phase.RETIRING:
+            self._retire_now()
+        elif self._life.phase is Phase.UNMOUNTING:
+            log(f"still in use ({self._unmount_said or 'busy'}): ending the connection")
+            self._mount_gone()
+
+    # -- a daemon's life --------------------------------------------------------------------------------
+
+    def _start(self) -> None:
+        life, limits = self._life, self._plan.limits
+        now = time.monotonic()
+        life.enter(Phase.STARTING, now + limits.start_s)
+        life.life += 1
+        self._is_initialised = self._is_ready = False
+        self._answered_at_start = self._pump.answered
+        self._control.no_passthrough = self._session.no_passthrough
+        environment = {
+            **self._environment,
+            messages.ENV_PASSTHROUGH: "0" if self._session.no_passthrough else "1",
+        }
+        state = messages.pack_state(life.life, self._quarantined(), self._session.handles())
+        try:
+            child = Child(self._plan.argv, environment, state)
+        except OSError as error:
+            self._failed(f"cannot run {self._plan.argv[0]}: {error.strerror}")
+            return
+        self._child = child
+        self._epoll.register(child.control.fileno(), select.EPOLLIN)
+        self._pump.attach(child.peer_fd)
+
+    def _quarantined(self) -> list[messages.Replayed]:
+        """The replays, less those that have been with too many daemons: these are answered with EIO."""
+        rows = self._pump.replays()
+        counts = {row.unique: self._replay_counts.get(row.unique, 0) + 1 for row in rows}
+        for unique, count in list(counts.items()):
+            if count > self._plan.limits.replays_max:
+                log(f"request {unique} has been with {count} daemons that died: answered with EIO")
+                self._poisoned += 1
+                self._pump.give_up_on(unique)
+                del counts[unique]
+        self._replay_counts = counts
+        return [row for row in rows if row.unique in counts]
+
+    def _init_answered(self, why: str) -> None:
+        if why:
+            self._kill(why)
+            return
+        self._is_initialised = True
+        self._pump.replay()
+        self._maybe_serving()
+
+    def _daemon_ready(self) -> None:
+        self._is_ready = True
+        self._maybe_serving()
+
+    def _maybe_serving(self) -> None:
+        life = self._life
+        if not (self._is_initialised and self._is_ready and life.phase is Phase.STARTING):
+            return
+        life.enter(Phase.SERVING)
+        self._served_s = time.monotonic()
+        if not life.has_served:
+            life.has_served = True
+            self._tell_ready("ready")
+        else:
+            log(f"daemon {self._child.pid if self._child else 0} serves (life {life.life})")
+        if life.is_stop_wanted and self._child is not None:
+            self._child.tell(Event.STOP)
+
+    def _daemon_stopping(self, code: int) -> None:
+        self._daemon_code = code
+        self._life.exit_code = self._life.exit_code or code & 0xFF
+        self._unmount()
+
+    def _kill(self, why: str) -> None:
+        self._life.last_failure = why
+        log(why)
+        if self._child is not None:
+            self._child.kill()
+
+    def _child_gone(self) -> None:
+        child, life = self._child, self._life
+        assert child is not None
+        child.kill()
+        self._pump.detach()
+        try:
+            self._epoll.unregister(child.control.fileno())
+        except OSError:
+            pass  # it had closed its end, and was taken out then
+        code = child.reap()
+        self._child = None
+        self._backings.daemon_gone()
+        life.deadlines.pop("exit", None)
+        if life.phase is Phase.ENDED:
+            life.exit_code = life.exit_code or (code if code >= 0 else EXIT_NOT_DURABLE)
+        elif life.phase is Phase.UNMOUNTING:
+            self._pump.fail_everything()
+        elif life.phase is Phase.RETIRING:
+            self._is_retire_due = False
+            life.restarts += 1
+            self._start()
+        elif life.is_stop_wanted and code == 0:
+            self._unmount()
+        else:
+            life.restarts += 1
+            self._failed(f"daemon {child.pid} ended with {_say_exit(code)}")
+
+    def _failed(self, why: str) -> None:
+        life = self._life
+        said = life.last_failure if life.phase is Phase.STARTING and life.last_failure else ""
+        had_progress = self._is_ready and (
+            self._pump.answered > self._answered_at_start or time.monotonic() - self._served_s > _STABLE_S
+        )
+        why = f"{why} ({said})" if said and said != why and not had_progress else why
+        log(f"{why}; {self._pump.pending_count} requests unanswered")
+        if life.failed(why, had_progress=had_progress, now=time.monotonic()) is Phase.FAILED:
+            log(f"giving up after {life.failures} failures in a row: every request gets EIO")
+            self._pump.fail_everything()
+            self._tell_ready(f"failed: {why}")
+            if not life.has_served or life.is_stop_wanted:
+                self._unmount()
+
+    def _check_oldest(self) -> None:
+        limits = self._plan.limits
+        self._life.deadlines["oldest"] = time.monotonic() + limits.request_s / 2
+        oldest = self._pump.oldest_unique
+        if oldest and oldest == self._oldest_seen and self._life.phase is Phase.SERVING:
+            self._kill(f"a request has been without an answer for {limits.request_s / 2:g} s: the daemon hangs")
+        self._oldest_seen = oldest
+
+    # -- what the user asks -----------------------------------------------------------------------------
+
+    def restart(self) -> str:
+        """Swap the daemon (upgrade), or try again after giving up. What is happening, for the user."""
+        life = self._life
+        now = time.monotonic()
+        if life.phase is Phase.FAILED:
+            life.failures, life.exit_code = 0, 0
+            self._pump.serve_again()
+            self._start()
+            return "trying again"
+        if life.phase is not Phase.SERVING or life.is_stop_wanted:
+            return "not now: " + str(life.phase.value)
+        life.enter(Phase.RETIRING, now + self._plan.limits.grace_s)
+        self._is_retire_due = True
+        self._pump.pause()
+        return "restarting"
+
+    def _retire_now(self) -> None:
+        life = self._life
+        self._is_retire_due = False
+        life.deadlines.pop("phase", None)
+        life.deadlines["exit"] = time.monotonic() + self._plan.limits.exit_s
+        if self._child is not None and not self._child.tell(Event.RETIRE):
+            self._child.kill()
+
+    def stop(self) -> str:
+        """Let the daemon finish, then unmount. The second time: unmount now."""
+        life = self._life
+        if life.phase in (Phase.UNMOUNTING, Phase.ENDED):
+            return str(life.phase.value)
+        if life.phase is Phase.FAILED or life.is_stop_wanted:
+            self._unmount()
+            return "unmounting"
+        life.is_stop_wanted = True
+        life.deadlines["stop"] = time.monotonic() + self._plan.limits.stop_s
+        if life.phase is Phase.SERVING and self._child is not None:
+            self._child.tell(Event.STOP)
+        return "stopping"
+
+    def _unmount(self) -> None:
+        life = self._life
+        if life.phase in (Phase.UNMOUNTING, Phase.ENDED):
+            return
+        limits = self._plan.limits
+        life.enter(Phase.UNMOUNTING, time.monotonic() + 2 * limits.unmount_s)
+        life.deadlines.pop("stop", None)
+        if self._child is None:
+            self._pump.fail_everything()
+        self._unmounter = threading.Thread(target=self._unmount_in_thread, name="unmount", daemon=True)
+        self._unmounter.start()
+
+    def _unmount_in_thread(self) -> None:
+        until = time.monotonic() + self._plan.limits.unmount_s
+        while time.monotonic() < until:
+            self._unmount_said = mount.unmount(self._plan.mountpoint, is_lazy=False)
+            if not self._unmount_said:
+                return
+            time.sleep(0.05)
+        mount.unmount(self._plan.mountpoint, is_lazy=True)
+
+    def _mount_gone(self) -> None:
+        life = self._life
+        life.enter(Phase.ENDED)
+        life.deadlines.pop("stop", None)
+        self._tell_ready("failed: unmounted")
+        if self._child is not None:
+            life.deadlines["exit"] = time.monotonic() + self._plan.limits.exit_s
+            if not self._child.tell(Event.END):
+                self._child.kill()
+
+    def _tell_ready(self, text: str) -> None:
+        if self._ready_fd is not None:
+            try:
+                os.write(self._ready_fd, text.encode() + b"\n")
+            except OSError:
+                pass  # nobody waits any more
+            os.close(self._ready_fd)
+            self._ready_fd = None
+
+    # -- what the user sees -----------------------------------------------------------------------------
+
+    def _command(self, command: str) -> dict[str, object]:
+        if command == "restart":
+            return {"said": self.restart()}
+        if command == "stop":
+            return {"said": self.stop()}
+        if command == "status":
+            return self.status()
+        return {"error": f"unknown command {command[:32]!r}: status, restart or stop"}
+
+    def status(self) -> dict[str, object]:
+        """The mount's state, as the status socket gives it (JSON types only)."""
+        life, pump = self._life, self._pump
+        return {
+            "phase": life.phase.value,
+            "mountpoint": self._plan.mountpoint,
+            "supervisor_pid": os.getpid(),
+            "daemon_pid": self._child.pid if self._child else 0,
+            "uptime_s": round(time.monotonic() - self._started_s, 3),
+            "life": life.life,
+            "restarts": life.restarts,
+            "failures_in_a_row": life.failures,
+            "last_failure": life.last_failure,
+            "requests_pending": pump.pending_count,
+            "requests_answered": pump.answered,
+            "requests_given_up": self._poisoned,
+            "handles_open": self._session.handle_count,
+            "passthrough": not self._session.no_passthrough and self._session.is_agreed,
+            "passthrough_reason": self._session.no_passthrough,
+            "backings": len(self._backings),
+            "payload_bytes_max": self._plan.payload_bytes_max,
+            "refused": pump.refused + self._control.refused,
+            "last_refusal": self._control.last_refusal or pump.last_refusal,
+        }
+
+
+def _say_exit(code: int) -> str:
+    if code < 0:
+        try:
+            return signal.Signals(-code).name
+        except ValueError:
+            return f"signal {-code}"
+    return f"exit code {code}"
+
+
+def serve(plan: Plan, argv_environment: Mapping[str, str]) -> int:
+    """Run one mount to its end."""
+    return Supervisor(plan, argv_environment).run()
+
+
+__all__: Sequence[str] = ("Plan", "Supervisor", "log", "serve")
