@@ -41,6 +41,7 @@ COMMANDS = {
     "bench": Lazy("cachexfs.bench.command", "Rates through the mount beside tmpfs, NVMe and PFS."),
     "demo": Lazy("cachexfs.demo.command", "Several nodes on this machine: save, lose a node, restore."),
 }
+HIDDEN = {"job-secret": Lazy("cachexfs.cli.job_secret", "")}
 OPTIONAL = ("recover", "drill", "bench", "demo")
 MODEL_MODULE = "cachexfs.model.commands"
 MODEL_COMMANDS = {
@@ -69,10 +70,11 @@ class LazyGroup(click.Group):
         return names + (list(MODEL_COMMANDS) if _exists(MODEL_MODULE) else [])
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        if cmd_name not in self.list_commands(ctx):
+        if cmd_name not in self.list_commands(ctx) and cmd_name not in HIDDEN:
             return None
-        if cmd_name in COMMANDS:
-            command = importlib.import_module(COMMANDS[cmd_name].module).command
+        lazy = COMMANDS.get(cmd_name) or HIDDEN.get(cmd_name)
+        if lazy is not None:
+            command = importlib.import_module(lazy.module).command
             assert isinstance(command, click.Command)
             return command
         group = click.Group()
@@ -92,7 +94,7 @@ class LazyGroup(click.Group):
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
         name = args[0]
-        if not name.startswith("-") and name not in self.list_commands(ctx):
+        if not name.startswith("-") and self.get_command(ctx, name) is None:
             import difflib
 
             close = difflib.get_close_matches(name, self.list_commands(ctx), 1, 0.5)

@@ -45,6 +45,7 @@ EPILOG = "Options (-o): " + ", ".join(OPTIONS) + ". They are described in cachex
 @click.option("--config", "config_file", metavar="FILE", help="TOML file with the same keys.")
 @click.option("--foreground", is_flag=True, help="Stay attached to the daemon; it logs to stderr.")
 @click.option("--check", is_flag=True, help="Check the options and the directories, mount nothing.")
+@click.option("--sloppy", is_flag=True, help="Ignore unknown -o options, as mount -s does.")
 @click.option("--timeout", "timeout_s", type=float, default=READY_TIMEOUT_S, show_default=True, metavar="SECONDS",
               help="How long the mount may take until it answers.")  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print the mount as a JSON object.")
@@ -55,6 +56,7 @@ def command(
     config_file: str | None,
     foreground: bool,
     check: bool,
+    sloppy: bool,
     timeout_s: float,
     as_json: bool,
 ) -> int:
@@ -63,7 +65,7 @@ def command(
     Returns once the mount answers. A mount point whose daemon is dead is replaced: with the same options nothing that
     was staged is lost.
     """
-    options = load_options(pfs_dir, mountpoint, words, config_file)
+    options = load_options(pfs_dir, mountpoint, words, config_file, sloppy=sloppy)
     kernel_mounts, _ = mounts.read_mountinfo()
     options = msgspec.structs.replace(options, mountpoint=mounts.resolve(options.mountpoint, kernel_mounts))
     if options.log_file is None and not foreground:

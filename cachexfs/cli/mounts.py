@@ -83,8 +83,8 @@ def read_mountinfo() -> tuple[list[KernelMount], set[str]]:
 def runtime_dirs() -> list[str]:
     """Where mounts that this user may ask about are registered, the user's own directory first.
 
-    A mount made by a Slurm prolog, by root or without ``XDG_RUNTIME_DIR``, is registered elsewhere than the user's shell
-    would look. ``CACHEXFS_RUNTIME_DIR`` says that there is only one.
+    A mount made by a Slurm prolog, by root or without ``XDG_RUNTIME_DIR``, is registered elsewhere than the shell
+    of the user would look. ``CACHEXFS_RUNTIME_DIR`` says that there is only one.
     """
     own = default_runtime_dir()
     if os.environ.get("CACHEXFS_RUNTIME_DIR"):

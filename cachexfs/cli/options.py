@@ -271,15 +271,17 @@ def load_options(
     flags: Sequence[str] = (),
     config_file: str | None = None,
     environ: Mapping[str, str] = os.environ,
+    sloppy: bool = False,
 ) -> MountOptions:
     """The options of a mount: defaults < TOML file < environment ``CACHEXFS_*`` < ``flags`` (arguments of ``-o``).
 
-    The file is ``config_file``, else ``-o config=FILE``, else ``$CACHEXFS_CONFIG``. Everything is checked that can be
-    checked without touching the PFS or the mount point. Raises ``UsageError``.
+    The file is ``config_file``, else ``-o config=FILE``, else ``$CACHEXFS_CONFIG``. With ``sloppy`` unknown keys in
+    ``flags`` are ignored. Everything is checked that can be checked without touching the PFS or the mount point.
+    Raises ``UsageError``.
     """
     words = [word for text in flags for word in split_words(text)]
     named = [value for key, value in words if key == "config" and isinstance(value, str)]
-    words = [word for word in words if word[0] != "config"]
+    words = [word for word in words if word[0] != "config" and (word[0] in OPTIONS or not sloppy)]
     path = config_file or (named[-1] if named else environ.get("CACHEXFS_CONFIG"))
     values: dict[str, object] = {}
     raw = list(_from_file(path)) if path else []
