@@ -244,14 +244,17 @@ class Replica:
                 self._parents.pop(record.fid, None)
             if record.kind == "d":
                 self._subdirs[parent] -= 1
-        elif keep is not None:
-            return  # replaced in place: the order of pending operations is that of their creation
         elif isinstance(record, Op):
-            self._ops.pop(key, None)
+            if isinstance(keep, Op) and keep.fid == record.fid:
+                return  # replaced in place: the order of pending operations is that of their creation
             of_file = self._ops_of.get(record.fid, {})
             of_file.pop(key, None)
             if not of_file:
                 self._ops_of.pop(record.fid, None)
+            if keep is None:
+                self._ops.pop(key, None)
+        elif keep is not None:
+            return
         elif isinstance(record, Node):
             self._nodes.pop(record.name, None)
         elif isinstance(record, Life):
