@@ -17,6 +17,7 @@ from cachexfs.config import default_runtime_dir
 from cachexfs.errors import CannotTellError
 
 FUSE_TYPE = "fuse.cachex"
+MOUNTINFO = "/proc/self/mountinfo"
 _ESCAPE = re.compile(rb"\\([0-7]{3})")
 SYMLINKS_MAX = 40
 
@@ -76,7 +77,7 @@ def parse_mountinfo(data: bytes) -> tuple[list[KernelMount], set[str]]:
 
 def read_mountinfo() -> tuple[list[KernelMount], set[str]]:
     """``parse_mountinfo`` of this process."""
-    with open("/proc/self/mountinfo", "rb") as file:
+    with open(MOUNTINFO, "rb") as file:
         return parse_mountinfo(file.read())
 
 

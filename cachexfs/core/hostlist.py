@@ -11,7 +11,7 @@ import re
 from cachexfs.errors import UsageError
 
 HOSTS_MAX = 65536
-_RANGE = re.compile(r"(\d+)(?:-(\d+))?")
+_RANGE = re.compile(r"([0-9]+)(?:-([0-9]+))?")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]*")
 _IPV6 = re.compile(r"\[([0-9A-Fa-f:.]*:[0-9A-Fa-f:.]*(?:%[A-Za-z0-9._-]+)?)\](?::(\d+))?")
 

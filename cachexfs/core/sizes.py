@@ -10,11 +10,11 @@ import re
 from cachexfs.errors import UsageError
 
 _POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4, "p": 5}
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgtp]?)(i?b)?", re.IGNORECASE)
-_PERCENT = re.compile(r"(\d+(?:\.\d+)?)\s*%")
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgtp]?)(i?b)?", re.IGNORECASE | re.ASCII)
+_PERCENT = re.compile(r"(\d+(?:\.\d+)?)\s*%", re.ASCII)
 _DURATION_UNITS_S = {"ms": 0.001, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
-_DURATION_PART = re.compile(r"(\d+(?:\.\d+)?)\s*(ms|min|s|m|h|d)", re.IGNORECASE)
-_PLAIN_NUMBER = re.compile(r"\d+(?:\.\d+)?")
+_DURATION_PART = re.compile(r"(\d+(?:\.\d+)?)\s*(ms|min|s|m|h|d)", re.IGNORECASE | re.ASCII)
+_PLAIN_NUMBER = re.compile(r"\d+(?:\.\d+)?", re.ASCII)
 
 SIZE_BYTES_MAX = 1 << 60
 DURATION_S_MAX = 366 * 86400.0
