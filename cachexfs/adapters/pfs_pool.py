@@ -25,7 +25,8 @@ from cachexfs.adapters.pfs_ops import NOT_PREPARED, READ_BYTES_MAX, RECORD_BYTES
 from cachexfs.engine.interfaces import PfsAttrs, PfsStat
 
 ABANDONED_MAX = 16
-META_WORKERS = 2
+META_WORKERS = 4
+META_WORKERS_MIN = 2
 PROBE_S = 30.0
 NOTES_MAX = 1000
 UNKNOWN_INO = -1
@@ -66,7 +67,7 @@ class PfsPool:
         verify: bool = False,
     ) -> None:
         identity = PfsIdentity(0, 0, token) if token else None
-        workers = drain_workers, max(META_WORKERS, meta_workers)
+        workers = drain_workers, max(META_WORKERS_MIN, meta_workers)
         self._calls = PfsCalls(pfs_dir, identity, *workers, bandwidth_bytes_s, abandoned_max)
         self._verify = verify
         self._identifying = trio.Lock()
