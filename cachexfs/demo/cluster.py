@@ -106,6 +106,7 @@ class LocalCluster:
         self.secret = self.root / "secret"
         self.node_list = self.root / "nodes"
         self._options = dict(options or {})
+        self.node_options: dict[int, dict[str, str | None]] = {}
         self._scratch: list[Path] = []
         self._port = _free_ports()
         self.network = NodeNetwork(f"cx{self.tag}n", nodes) if namespaces else None
@@ -167,7 +168,7 @@ class LocalCluster:
         if len(self.nodes) > 1:
             ours |= {"nodes": f"@{self.node_list}", "node": node.name, "secret": str(self.secret)}
             ours |= {"nvme": str(node.nvme)}
-        merged = ours | self._options
+        merged = ours | self._options | self.node_options.get(index, {})
         return {key: value for key, value in merged.items() if value is not None}
 
     def environment(self, index: int) -> dict[str, str]:
@@ -196,9 +197,10 @@ class LocalCluster:
     def mount(self, indices: Iterable[int] | None = None) -> None:
         """Mount on the nodes named (all by default), in parallel. Raises ``ClusterError`` if one of them fails."""
         chosen = self._chosen(indices)
-        self._all(chosen, {index: self._mount_arguments(index) for index in chosen}, MOUNT_TIMEOUT_S)
+        self._all(chosen, {index: self.mount_arguments(index) for index in chosen}, MOUNT_TIMEOUT_S)
 
-    def _mount_arguments(self, index: int) -> list[str]:
+    def mount_arguments(self, index: int) -> list[str]:
+        """The arguments of ``cachexfs`` that mount a node."""
         flags = ",".join(f"{key}={value}" for key, value in self.options(index).items())
         return ["mount", str(self.pfs), str(self.nodes[index].mountpoint), "-o", flags]
 
@@ -251,10 +253,15 @@ class LocalCluster:
                     found.append(int(entry))
         return [pid for pid in found if pid != os.getpid() and _running(pid)]
 
-    def wipe(self, index: int) -> None:
-        """Destroy what a lost node had: staging memory and NVMe. The directories stay, empty."""
+    def wipe(self, index: int, *, keep_catalogue: bool = False) -> None:
+        """Destroy what a lost node had: staging memory and NVMe. The directories stay, empty.
+
+        ``keep_catalogue`` spares etcd's data (and its running member): only the node's copies are gone.
+        """
         for path in (self.nodes[index].staging, self.nodes[index].nvme):
             for entry in list(path.iterdir()):
+                if keep_catalogue and any(entry.rglob("etcd.pid")):
+                    continue
                 shutil.rmtree(entry) if entry.is_dir() and not entry.is_symlink() else entry.unlink()
 
     def detach(self, index: int) -> None:

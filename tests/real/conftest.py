@@ -39,7 +39,7 @@ def four(make_module_cluster: Callable[..., LocalCluster]) -> LocalCluster:
 
 @pytest.fixture(scope="session")
 def templates(tmp_path_factory: pytest.TempPathFactory) -> tuple[Template, Template]:
-    """Two checkpoints of one model by real ``dcp.save`` on four ranks, a step apart: same names and sizes, other bytes."""
+    """Two checkpoints of one model by real ``dcp.save`` on four ranks, a step apart: equal names and sizes only."""
     root = tmp_path_factory.mktemp("templates")
     made = []
     with RankPool(TEMPLATE_RANKS, mib=TEMPLATE_MIB, seed=5, log=root / "log") as ranks:

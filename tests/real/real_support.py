@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import pytest
+
 from cachexfs.demo.control import xattr
 
 WAIT_TIMEOUT_S = 60.0
@@ -89,9 +91,8 @@ class Template:
                 wrong.append(f"{name}: {error.strerror}")
                 continue
             if found != data:
-                wrong.append(
-                    f"{name}: {len(found)} bytes, {len(data)} expected, first difference at {_differ(found, data)}"
-                )
+                where = _differ(found, data)
+                wrong.append(f"{name}: {len(found)} bytes, {len(data)} expected, first difference at {where}")
         return wrong
 
 
@@ -173,9 +174,6 @@ def pfs_away(pfs: Path) -> Iterator[None]:
 def raises_errno(*codes: int) -> Iterator[None]:
     """The body fails with one of these errnos, by name in the message when it does not."""
     names = " or ".join(errno.errorcode[code] for code in codes)
-    try:
+    with pytest.raises(OSError) as caught:  # noqa: PT011 (the errno is checked below)
         yield
-    except OSError as error:
-        assert error.errno in codes, f"{errno.errorcode.get(error.errno or 0)}, {names} expected"
-    else:
-        raise AssertionError(f"no error, {names} expected")
+    assert caught.value.errno in codes, f"{errno.errorcode.get(caught.value.errno or 0)}, {names} expected"

@@ -1,5 +1,6 @@
 """``getfattr -d`` on one node: every name and value that scripts depend on."""
 
+import contextlib
 import datetime
 import errno
 import os
@@ -159,10 +160,8 @@ def test_attributes_are_refused_in_a_way_that_copies_tolerate(mount: Path, tmp_p
 def test_nothing_is_stored_on_the_pfs_and_lies_there_are_masked(make_cluster: Callable[..., LocalCluster]) -> None:
     cluster = make_cluster(1, mounted=False)
     (cluster.pfs / "liar").write_bytes(b"x")
-    try:
+    with contextlib.suppress(OSError):  # a PFS without user attributes cannot lie
         os.setxattr(cluster.pfs / "liar", f"{PREFIX}origin", b"nowhere")
-    except OSError as error:
-        assert error.errno == errno.ENOTSUP
     cluster.mount()
     mount = cluster.nodes[0].mountpoint
     assert xattr(mount / "liar", "stage") == "pfs"

@@ -25,6 +25,13 @@ AT_FDCWD = -100
 TIME_NS = 1_700_000_000_123_456_789
 KIB = 1 << 10
 MIB = 1 << 20
+WRITER = """
+import os, sys, time
+fd = os.open(sys.argv[1], os.O_WRONLY | os.O_CREAT)
+os.write(fd, b"z" * 5000)
+print(flush=True)
+time.sleep(99)
+"""
 
 
 def tree(root: Path) -> dict[str, tuple[object, ...]]:
@@ -234,8 +241,8 @@ def test_rmtree_of_a_full_tree(mount: Path) -> None:
 
 
 def test_a_killed_writer_leaves_what_it_wrote(mount: Path) -> None:
-    program = "import os,sys,time\nfd=os.open(sys.argv[1],os.O_WRONLY|os.O_CREAT)\nos.write(fd,b'z'*5000)\nprint(flush=True)\ntime.sleep(99)"
-    with subprocess.Popen([sys.executable, "-c", program, str(mount / "f")], stdout=subprocess.PIPE) as writer:
+    command = [sys.executable, "-c", WRITER, str(mount / "f")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as writer:
         assert writer.stdout
         writer.stdout.readline()
         writer.send_signal(signal.SIGKILL)

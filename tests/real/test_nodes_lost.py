@@ -1,0 +1,186 @@
+"""Nodes that are lost: a claim is checked by destroying what it says it survives, and reading the bytes back."""
+
+import contextlib
+import errno
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from real_support import Template, pfs_away, raises_errno, until, until_stage, write_file
+
+from cachexfs.demo.cluster import LocalCluster
+from cachexfs.demo.control import xattr
+from cachexfs.errors import EXIT_NO, EXIT_NOT_DURABLE
+
+MIB = 1 << 20
+OPTIONS = {"node_timeout": "2"}
+SIZES = (0, 1, 4096, MIB - 1, MIB, 3 * MIB + 7)
+
+
+def test_partner_survives_the_loss_of_the_node_that_wrote(make_cluster: Callable[..., LocalCluster]) -> None:
+    cluster = make_cluster(4, OPTIONS)
+    mounts = [node.mountpoint for node in cluster.nodes]
+    with pfs_away(cluster.pfs):  # nothing can be at pfs: the claim is about the partner alone
+        (mounts[0] / "d").mkdir()
+        wanted = {f"d/f{size}": os.urandom(size) for size in SIZES}
+        for name, data in wanted.items():
+            write_file(mounts[0] / name, data, sync=False)
+            (mounts[0] / name).chmod(0o640)
+            os.utime(mounts[0] / name, ns=(10**18, 10**18 + 1))
+        for name in wanted:
+            until_stage(mounts[0] / name, "partner")
+        cluster.kill(0)
+        cluster.wipe(0)
+        for mount in mounts[1:]:
+            assert {name: (mount / name).read_bytes() for name in wanted} == wanted
+            stats = [(mount / name).stat() for name in wanted]
+            assert {(status.st_mode & 0o7777, status.st_mtime_ns) for status in stats} == {(0o640, 10**18 + 1)}
+    until_stage(mounts[1] / "d", "pfs")  # a survivor finishes the lost node's drains
+    assert {name: (cluster.pfs / name).read_bytes() for name in wanted} == wanted
+
+
+def test_fsync_survives_the_loss_of_the_node_at_once(make_cluster: Callable[..., LocalCluster]) -> None:
+    """Closed or still open when the node dies: what fsync returned for is there."""
+    cluster = make_cluster(3, OPTIONS)
+    mounts = [node.mountpoint for node in cluster.nodes]
+    data = os.urandom(2 * MIB + 3)
+    with pfs_away(cluster.pfs):
+        write_file(mounts[0] / "closed", data)
+        fd = os.open(mounts[0] / "open", os.O_CREAT | os.O_WRONLY)
+        try:
+            os.write(fd, data)
+            os.fsync(fd)
+            os.write(fd, b"not covered by the fsync")
+            cluster.kill(0)
+        finally:
+            with contextlib.suppress(OSError):  # the mount is dead
+                os.close(fd)
+        cluster.wipe(0)
+        for mount in mounts[1:]:
+            assert (mount / "closed").read_bytes() == data
+            until("published as of the last fsync", lambda m=mount: _read(m / "open") == data)
+
+
+def _read(path: Path) -> bytes | None:
+    try:
+        return path.read_bytes()
+    except OSError:
+        return None
+
+
+def test_losing_the_partner_lowers_the_claim_until_there_is_another(
+    make_cluster: Callable[..., LocalCluster],
+) -> None:
+    cluster = make_cluster(4, OPTIONS)
+    mounts = [node.mountpoint for node in cluster.nodes]
+    data = os.urandom(MIB)
+    with pfs_away(cluster.pfs):
+        write_file(mounts[0] / "f", data)
+        partner = cluster.status(0).partner
+        assert partner is not None
+        first = xattr(mounts[0] / "f", "t.partner")
+        lost = int(partner.removeprefix("n"))
+        cluster.kill(lost)
+        cluster.wipe(lost)
+        until(
+            "protected again, by another node",
+            lambda: xattr(mounts[0] / "f", "stage") == "partner" and xattr(mounts[0] / "f", "t.partner") != first,
+        )
+        assert cluster.status(0).partner not in (None, partner)
+        cluster.kill(0)
+        cluster.wipe(0)
+        survivor = next(index for index in range(1, 4) if index != lost)
+        assert (mounts[survivor] / "f").read_bytes() == data
+
+
+def test_status_tells_that_a_node_is_lost(make_cluster: Callable[..., LocalCluster]) -> None:
+    cluster = make_cluster(3, OPTIONS)
+    assert {node.name for node in cluster.status(1).nodes if node.live} == {"n0", "n1", "n2"}
+    cluster.kill(2)
+    until("n2 counts as lost", lambda: {n.name for n in cluster.status(1).nodes if not n.live} == {"n2"})
+
+
+def test_a_checkpoint_is_restartable_from_survivors_without_the_pfs(
+    make_cluster: Callable[..., LocalCluster], templates: tuple[Template, Template]
+) -> None:
+    cluster = make_cluster(4, OPTIONS)
+    mounts = [node.mountpoint for node in cluster.nodes]
+    with pfs_away(cluster.pfs):
+        templates[0].save(mounts, "ckpt/step-1")
+        until("restartable at partner", lambda: xattr(mounts[1] / "ckpt/step-1", "restartable") == "partner")
+        cluster.kill(0)
+        cluster.wipe(0)
+        for mount in mounts[1:]:
+            assert templates[0].same_as(mount / "ckpt/step-1") == []
+        latest = cluster.run(1, "latest", str(mounts[1] / "ckpt"))
+        assert (latest.code, latest.out.strip()) == (0, str(mounts[1] / "ckpt/step-1"))
+    until("on the PFS", lambda: xattr(mounts[1] / "ckpt/step-1", "restartable") == "pfs")
+    assert templates[0].same_as(cluster.pfs / "ckpt/step-1") == []
+
+
+def test_a_file_that_nobody_has_any_more_is_named_and_its_checkpoint_not_restartable(
+    make_cluster: Callable[..., LocalCluster], templates: tuple[Template, Template]
+) -> None:
+    """Both copies of n0's shards are destroyed at once; the catalogue lives, so that somebody can tell."""
+    cluster = make_cluster(4, OPTIONS)
+    mounts = [node.mountpoint for node in cluster.nodes]
+    with pfs_away(cluster.pfs):
+        templates[0].save(mounts[:1], "step-1")
+        until("restartable at partner", lambda: xattr(mounts[3] / "step-1", "restartable") == "partner")
+        gone = [0, int((cluster.status(0).partner or "").removeprefix("n"))]
+        survivor = next(index for index in range(4) if index not in gone)
+        for index in gone:
+            cluster.kill_daemon(index)
+            cluster.wipe(index, keep_catalogue=True)
+        directory = mounts[survivor] / "step-1"
+        until("not restartable", lambda: xattr(directory, "restartable") == "no")
+        until("all are named", lambda: all(name in (xattr(directory, "missing") or "") for name in templates[0].files))
+        with raises_errno(errno.EIO):
+            (directory / templates[0].shards()[0]).read_bytes()
+        status = cluster.run(survivor, "status", str(mounts[survivor]))
+        assert status.code == EXIT_NOT_DURABLE
+        assert cluster.run(survivor, "latest", str(mounts[survivor])).code == EXIT_NO
+
+
+@pytest.mark.parametrize("victim", [0, 1, 2])
+def test_a_killed_daemon_comes_back_with_what_was_claimed(
+    make_cluster: Callable[..., LocalCluster], victim: int
+) -> None:
+    """kill -9 under writers on all nodes, remount: every claim read before the kill holds on every node."""
+    cluster = make_cluster(3)
+    mounts = [node.mountpoint for node in cluster.nodes]
+    claims: dict[str, tuple[str, bytes]] = {}
+    stop = threading.Event()
+
+    def write_on(index: int) -> None:
+        number = 0
+        while not stop.is_set():
+            name, data = f"n{index}-{number}", os.urandom(20_000 + number)
+            try:
+                write_file(mounts[index] / name, data, sync=number % 2 == 0)
+                claims[name] = (xattr(mounts[index] / name, "stage") or "", data)
+            except OSError:
+                if index == victim:
+                    return
+                raise
+            number += 1
+
+    threads = [threading.Thread(target=write_on, args=(index,)) for index in range(3)]
+    for thread in threads:
+        thread.start()
+    until("files are claimed", lambda: all(f"n{index}-7" in claims for index in range(3)))
+    cluster.kill_daemon(victim)
+    threads[victim].join()
+    stop.set()
+    for thread in threads:
+        thread.join()
+    cluster.remount(victim)
+    assert {stage for stage, _ in claims.values()} <= {"returned", "partner", "pfs"}
+    for mount in mounts:
+        wrong = [name for name, (_, data) in claims.items() if (mount / name).read_bytes() != data]
+        assert not wrong, mount
+    cluster.umount()
+    wrong = [name for name, (_, data) in claims.items() if (cluster.pfs / name).read_bytes() != data]
+    assert not wrong
