@@ -128,9 +128,7 @@ class LocationModel:
             variance = (1 - LINE_WEIGHT) * variance + LINE_WEIGHT * (1 - LINE_WEIGHT) * gap * gap
         return median, float(np.sqrt(variance + self.noise_sd**2))
 
-    def median(
-        self, writers: float, bytes_per_writer: float, other_bytes: float = 0.0, load: float = 0.0
-    ) -> float:
+    def median(self, writers: float, bytes_per_writer: float, other_bytes: float = 0.0, load: float = 0.0) -> float:
         """Predicted median completion [s]."""
         return float(np.exp(self.log_median_sd(writers, bytes_per_writer, other_bytes, load)[0]))
 
@@ -179,16 +177,18 @@ def straight_line(writers: Floats, per_byte_s: Floats) -> tuple[float, float] | 
 
     ``per_byte_s`` (L,) [s/B]; returns (a, c) in [s/B] or None.
     """
-    from scipy.optimize import nnls
-
     if writers.size < 2:
         return None
     root = np.sqrt(writers / writers.max())
-    # unit scale inside nnls: its tolerance is absolute
-    design = np.stack([np.full_like(writers, per_byte_s[-1]), writers * per_byte_s[-1] / writers[-1]], axis=1)
-    coefficients, _ = nnls(design / per_byte_s[:, None] * root[:, None], root)
-    a, c = coefficients * per_byte_s[-1] * np.array([1.0, 1.0 / writers[-1]])
-    return (float(a), float(c)) if a + c > 0.0 else None
+    columns = np.stack([root / per_byte_s, root * writers / per_byte_s], axis=1)
+    # two coefficients: the constrained optimum is the free one, or lies on an axis
+    candidates = [np.linalg.lstsq(columns, root, rcond=None)[0]]
+    if np.any(candidates[0] < 0.0):
+        one = columns.T @ root / np.sum(columns**2, axis=0)
+        candidates = [np.array([one[0], 0.0]), np.array([0.0, one[1]])]
+    losses = [float(np.sum((columns @ c - root) ** 2)) for c in candidates]
+    a, c = candidates[int(np.argmin(losses))]
+    return float(a), float(c)
 
 
 def fit_location(levels: Levels, bandwidth_spec: float | None = None) -> LocationModel:

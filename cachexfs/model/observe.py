@@ -21,7 +21,7 @@ RATE_MAX = 400.0 * 2**30
 """Bytes per second and writer above which units are wrong: no client writes durably that fast."""
 RATE_MIN = 4096.0
 BAD_SHARE_MAX = 0.5
-BYTES_GAP_RATIO = 1.5
+BYTES_GAP_RATIO = 1.9
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,13 @@ class Observations:
         """The rows where ``mask`` is true, with ``note`` added."""
         index = np.flatnonzero(mask)
         return Observations(
-            *(getattr(self, name)[index] for name in _ARRAYS),
+            self.writers[index],
+            self.bytes_per_writer[index],
+            self.seconds[index],
+            self.typical_s[index],
+            self.censored[index],
+            self.time[index],
+            self.other_bytes[index],
             system=tuple(self.system[i] for i in index),
             access=tuple(self.access[i] for i in index),
             notes=(*self.notes, note) if note else self.notes,
@@ -65,9 +71,6 @@ class Observations:
     def accesses(self) -> tuple[str, ...]:
         """Distinct non-empty access labels, sorted."""
         return tuple(sorted({a for a in self.access if a}))
-
-
-_ARRAYS = ("writers", "bytes_per_writer", "seconds", "typical_s", "censored", "time", "other_bytes")
 
 
 def observations(
@@ -128,7 +131,7 @@ def _drop_bad(table: Observations) -> Observations:
         ("bytes per writer that are zero or negative", np.isfinite(b) & (b <= 0.0)),
         ("writers below 1 or not whole", np.isfinite(n) & ((n < 1.0) | (n != np.floor(n)))),
     )
-    bad = np.zeros(len(table), dtype=bool)
+    bad: Floats = np.zeros(len(table), dtype=bool)
     notes: list[str] = []
     for why, mask in reasons:
         count = int(np.sum(mask & ~bad))
@@ -163,7 +166,7 @@ def _check_units(table: Observations) -> Observations:
 
 
 def level_groups(table: Observations) -> list[Floats]:
-    """Row indices of each level: same writers, and bytes per writer without a gap above a factor of 1.5."""
+    """Row indices of each level: same writers, and bytes per writer without a gap above a factor of 1.9."""
     order = np.lexsort((table.bytes_per_writer, table.writers))
     n = table.writers[order]
     log_b = np.log(table.bytes_per_writer[order])

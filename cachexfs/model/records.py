@@ -11,6 +11,7 @@ The file is rotated to ``PATH.1`` at half its limit: both together stay below ``
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import fcntl
 import json
@@ -162,11 +163,7 @@ def scan(path: str | os.PathLike[str]) -> tuple[list[BoundaryRecord], int]:
     skipped = 0
     name = os.fspath(path)
     for part in (name + ".1", name):
-        try:
-            stream = open(part, "rb")
-        except FileNotFoundError:
-            continue
-        with stream:
+        with contextlib.suppress(FileNotFoundError), open(part, "rb") as stream:
             while line := stream.readline(LINE_BYTES_MAX + 1):
                 if not line.strip():
                     continue

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from cachexfs.errors import UsageError
+from cachexfs.model.arrays import Floats
 from cachexfs.model.delays import Delay
 
 DIRECT, PARTNER, ABSTAIN = "direct", "partner", "abstain"
@@ -94,9 +95,7 @@ def decide_route(
     route = PARTNER if p_partner >= 1 - alpha else DIRECT
     gain = abs(cost_direct - cost_partner) / max(cost_direct, cost_partner)
     if current in (DIRECT, PARTNER) and route != current and gain < HYSTERESIS:
-        return Decision(
-            current, current, p_partner, cost_direct, cost_partner, ("gain below 5%: stays as it is",)
-        )
+        return Decision(current, current, p_partner, cost_direct, cost_partner, ("gain below 5%: stays as it is",))
     return Decision(route, route, p_partner, cost_direct, cost_partner, ())
 
 
@@ -141,6 +140,6 @@ def _chance(
     return float(wins)
 
 
-def _finite(draws_s: np.ndarray) -> np.ndarray:
+def _finite(draws_s: Floats) -> Floats:
     """A boundary that is never reached costs a great deal, but comparably on both routes."""
     return np.where(np.isfinite(draws_s), draws_s, 1e9)

@@ -108,7 +108,7 @@ class StateTracker:
         spread = 0.95 * self._scales + 0.05 * 1.2533 * np.minimum(np.abs(step), 4 * self._scales)
         self._scales = np.maximum(spread, SCALE_MIN)
         if self._since_change == 0:
-            last = [*self._recent][-4:] + [error]
+            last = [*[*self._recent][-4:], error]
             self._means[2:] = float(np.median(last))  # the fast ones jump, the slow ones remember
 
     def _detect(self, z: float) -> None:

@@ -1,6 +1,6 @@
 """Exposure: how much training stands at risk, and what checkpointing costs.
 
-Role: age of the newest durable state, waste, best interval, coverage of the partner copy. Pure functions;
+Role: age of the newest durable state, waste, best interval. Pure functions;
 derivations in docs/model.md sections 6 and 7. All times in seconds, rates in 1/s.
 """
 
@@ -113,8 +113,8 @@ def waste(
 ) -> Waste:
     """Waste for ``interval_s`` of training between captures that stall training for ``stall_s`` each.
 
-    ``partner`` and ``pfs`` are measured from the start of the stall; ``kappa`` is the share of failures that only the PFS copy
-    covers; ``recovery_s`` from failure to training again. Poisson failures. The exact formula is
+    ``partner`` and ``pfs`` are measured from the start of the stall; ``kappa`` is the share of failures that
+    only the PFS copy covers; ``recovery_s`` from failure to training again. Poisson failures. The exact formula is
 
         1 - lambda tau (1 - q) e^{-lambda (tau + R)} phi / ((1 - r) (1 - q r)),  r = e^{-lambda (tau + stall)}
 
@@ -157,7 +157,7 @@ def _check_rates(interval_s: float, stall_s: float, rate: float, kappa: float, r
 
 
 @dataclass(frozen=True)
-class Interval:
+class BestInterval:
     """Best training time between captures [s]: ``young_s``, ``daly_s`` and the exact optimum ``exact_s``.
 
     ``chosen_s`` respects ``floor_s`` (one checkpoint in flight: no shorter than the 95th percentile of D).
@@ -172,7 +172,7 @@ class Interval:
 
 def optimal_interval(
     stall_s: float, failures_per_s: float, delay: Delay | None = None, one_in_flight: bool = True
-) -> Interval:
+) -> BestInterval:
     """Interval that wastes least, for ``stall_s`` > 0 per capture and Poisson failures.
 
     Without failed checkpoints the exact optimum solves 1 - lambda tau = e^{-lambda (tau + stall)}, that is
@@ -189,7 +189,7 @@ def optimal_interval(
     failed = delay.failed if delay is not None else 0.0
     exact = _lambert_interval(x) / failures_per_s if failed == 0.0 else _search(stall_s, failures_per_s, failed)
     floor = delay.quantile_s(0.95 * (1 - delay.failed)) if delay is not None and one_in_flight else 0.0
-    return Interval(young, daly, exact, max(exact, floor), floor)
+    return BestInterval(young, daly, exact, max(exact, floor), floor)
 
 
 def _lambert_interval(x: float) -> float:
@@ -212,54 +212,3 @@ def _search(stall_s: float, rate: float, failed: float) -> float:
     guess = math.log(math.sqrt(2.0 * stall_s / rate))
     found = minimize_scalar(loss, bounds=(guess - 5.0, guess + 3.0), method="bounded", options={"xatol": 1e-6})
     return math.exp(float(found.x))
-
-
-def uncovered_share(
-    single_per_s: float,
-    shared_per_s: float,
-    system_per_s: float,
-    common_cause: float,
-    node_failures_per_s: float,
-    reprotect_s: float,
-    nvme_survives: float,
-) -> float:
-    """kappa: share of failures that the partner copy does not cover.
-
-    Rates [1/s] of failures of one node, of a shared domain (node and partner together) and of the whole
-    system; ``common_cause`` is the beta factor (Fleming 1975): chance that what killed the node also kills its
-    partner; ``reprotect_s`` until a new second copy exists; ``nvme_survives`` chance that node-local data can
-    be read after a system outage.
-    """
-    total = single_per_s + shared_per_s + system_per_s
-    if not (total > 0.0 and min(single_per_s, shared_per_s, system_per_s, node_failures_per_s) >= 0.0):
-        raise UsageError("failure rates must not be negative, and one must be positive")
-    if not (0.0 <= common_cause <= 1.0 and 0.0 <= nvme_survives <= 1.0 and reprotect_s >= 0.0):
-        raise UsageError("common_cause and nvme_survives lie in [0, 1], reprotect_s is not negative")
-    both = common_cause + (1 - common_cause) * -math.expm1(-node_failures_per_s * reprotect_s)
-    return (single_per_s * both + shared_per_s + system_per_s * (1 - nvme_survives)) / total
-
-
-def pair_loss(nodes: int, lost: int, ring: bool = False) -> float:
-    """Chance that ``lost`` simultaneous node losses of ``nodes`` take some node and its partner.
-
-    Disjoint pairs, exactly: 1 - C(n/2, k) 2^k / C(n, k). Neighbour ring, exactly: no two of k chosen nodes
-    are neighbours in n / (n - k) C(n - k, k) of C(n, k) ways.
-    """
-    if nodes < 2 or not 0 <= lost <= nodes or (not ring and nodes % 2):
-        raise UsageError("pairs need an even number of nodes, 2 or more, and at most that many lost")
-    if lost < 2:
-        return 0.0
-    log_c = _log_choose
-    if ring:
-        if 2 * lost > nodes:
-            return 1.0
-        log_safe = math.log(nodes / (nodes - lost)) + log_c(nodes - lost, lost) - log_c(nodes, lost)
-    else:
-        if lost > nodes // 2:
-            return 1.0
-        log_safe = log_c(nodes // 2, lost) + lost * math.log(2.0) - log_c(nodes, lost)
-    return -math.expm1(min(log_safe, 0.0))
-
-
-def _log_choose(n: int, k: int) -> float:
-    return math.lgamma(n + 1) - math.lgamma(k + 1) - math.lgamma(n - k + 1)
