@@ -109,7 +109,7 @@ def ask_raw(
             raise _silent(entry, f"does not answer ({error.strerror or 'timed out'})") from None
         for text in _lines(connection, entry, silence_s):
             try:
-                answer = msgspec.json.decode(text, type=Line)
+                answer = _convert(text, Line)
             except ValueError:
                 raise _silent(entry, "sends nonsense") from None
             if not answer.done:
@@ -122,10 +122,15 @@ def ask_raw(
     raise _silent(entry, "ended before it answered")
 
 
+def _convert(line: bytes, kind: type[T]) -> T:
+    # Not msgspec's own JSON: that refuses the lone surrogates which stand for bytes of a name that is not UTF-8.
+    return msgspec.convert(json.loads(line), kind)
+
+
 def decode(entry: mounts.Entry, line: bytes, kind: type[T]) -> T:
     """The typed answer of a last line."""
     try:
-        return msgspec.json.decode(line, type=kind)
+        return _convert(line, kind)
     except ValueError as error:
         raise _silent(entry, f"gave an answer that is not understood ({error})") from None
 

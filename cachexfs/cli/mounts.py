@@ -6,6 +6,7 @@ hang the reader. The daemon writes the registry. No concurrency.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from contextlib import suppress
@@ -106,7 +107,7 @@ def registry(runtime_dir: str | None = None) -> list[Entry]:
             continue
         for name in names:
             with suppress(OSError, ValueError), open(os.path.join(directory, name), "rb") as file:
-                entries.append(msgspec.json.decode(file.read(), type=Entry))
+                entries.append(msgspec.convert(json.load(file), Entry))
     return sorted(entries, key=lambda entry: entry.started_s, reverse=True)
 
 

@@ -1,0 +1,298 @@
+"""Commands against a control socket: what they ask, print and exit with."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+from cli_support import FakeDaemon, Run, list_mount
+
+from cachexfs.cli import client, umount, wait
+from cachexfs.cli import status as status_module
+
+STATUS: dict[str, object] = {
+    "done": True,
+    "mountpoint": "/m",
+    "pfs": "/pfs",
+    "node": "n1",
+    "job": "j",
+    "pid": 7,
+    "uptime_s": 61.0,
+    "catalogue": "etcd",
+    "fsync": "partner",
+    "route": "partner",
+    "kernel": "handler",
+    "kernel_reason": "",
+    "supervisor": "off",
+    "nodes": [
+        {"name": "n1", "live": True, "host": "h1", "port": 1},
+        {"name": "n2", "live": True, "host": "h2", "port": 1},
+    ],
+    "partner": "n2",
+    "protected": True,
+    "pfs_state": "ok",
+    "pfs_error": "",
+    "staging_used": 1 << 20,
+    "staging_limit": 1 << 30,
+    "nvme_used": 0,
+    "pending_bytes": 5 << 20,
+    "pending_ops": 3,
+    "drain_bytes_s": 1e6,
+    "replicate_bytes_s": 0.0,
+    "failed": None,
+    "errors": [],
+    "checkpoints": [
+        {
+            "path": "run/step-10",
+            "format": "dcp",
+            "stage": "returned",
+            "restartable": "partner",
+            "t_returned": "2026-01-02T03:04:05.123456Z",
+            "t_partner": None,
+            "t_pfs": None,
+            "t_restartable": None,
+            "files": 9,
+            "bytes": 1 << 20,
+            "pending": 5,
+            "missing": [{"name": "__3_0.distcp", "node": "n2", "reason": "not yet on the partner"}],
+            "error": None,
+            "holders": ["n1", "n2"],
+        }
+    ],
+}
+
+
+def line(text: str) -> bool:
+    """One line of error, as every failing command prints it."""
+    return text.startswith("cachexfs: error: ") and text.count("\n") == 1
+
+
+def test_status_of_a_mount(daemon: FakeDaemon, run: Run) -> None:
+    daemon.answers["status"] = [STATUS]
+    ran = run("status")
+    assert ran.code == 0
+    for said in (
+        "run/step-10",
+        "dcp",
+        "partner",
+        "03:04:05.123",
+        "5.0 MiB in 3 changes",
+        "2 of 2 live",
+        "__3_0.distcp",
+    ):
+        assert said in ran.out
+    assert daemon.asked == [{"op": "status", "path": None}]
+    found = json.loads(run("status", "--json").out)
+    assert found["mounts"][0]["checkpoints"] == STATUS["checkpoints"]
+    assert found["mounts"][0]["exit"] == 0
+
+
+def test_status_of_a_path(daemon: FakeDaemon, run: Run) -> None:
+    file = {
+        "path": "run/f",
+        "stage": "pfs",
+        "size": 3,
+        "generation": 2,
+        "origin": "n1",
+        "holders": ["n1"],
+        "digest": "d",
+    }
+    file |= {"route": "partner", "pending": 0, "error": None, "t_returned": "2026-01-02T03:04:05.123456Z"}
+    daemon.answers["status"] = [STATUS | {"file": file, "checkpoints": []}]
+    ran = run("status", daemon.mountpoint / "run" / "f")
+    assert ran.code == 0
+    assert "3 bytes" in ran.out
+    assert daemon.asked[-1]["path"] == "run/f"
+    assert json.loads(run("status", daemon.mountpoint / "run/f", "--json").out)["file"] == file
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"protected": False}, "no live partner"),
+        ({"failed": "ValueError: x"}, "the daemon has failed: ValueError: x"),
+        ({"pfs_state": "hung", "pfs_error": "no answer for 30 s"}, "the PFS is hung: no answer for 30 s"),
+        ({"errors": [{"path": "a", "error": "EIO", "node": "n2"}]}, "a (n2): EIO"),
+        ({"checkpoints": [{"path": "c", "error": "bad"}]}, "c: bad"),
+    ],
+)
+def test_status_exits_3_on_any_error_or_lost_protection(
+    daemon: FakeDaemon, run: Run, change: dict[str, object], said: str
+) -> None:
+    daemon.answers["status"] = [STATUS | change]
+    ran = run("status")
+    assert ran.code == 3
+    assert said in ran.out
+    assert json.loads(run("status", "--json").out)["mounts"][0]["exit"] == 3
+
+
+def test_a_node_alone_has_no_protection_to_lose(daemon: FakeDaemon, run: Run) -> None:
+    daemon.answers["status"] = [STATUS | {"nodes": [{"name": "n1"}], "protected": False, "partner": None}]
+    assert run("status").code == 0
+
+
+def test_an_answer_with_unknown_fields_is_understood(daemon: FakeDaemon, run: Run) -> None:
+    daemon.answers["status"] = [{"done": True, "mountpoint": "/m", "from_the_future": [1]}]
+    assert run("status").code == 0
+
+
+def test_no_mount_no_daemon_no_answer_exit_4(
+    runtime: Path, kernel: Path, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran = run("status")
+    assert ran.code == 4
+    assert line(ran.err)
+    assert run("status", tmp_path).code == 4
+    mountpoint = tmp_path / "m"
+    list_mount(kernel, mountpoint)
+    ran = run("status", mountpoint)  # a mount without a registered daemon
+    assert ran.code == 4
+    assert "is dead" in ran.err
+    fake = FakeDaemon(mountpoint, runtime)
+    fake.register(pid=os.getpid())
+    monkeypatch.setattr(client, "ANSWER_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(client.ask_raw, "__defaults__", (client._no_progress, 0.2))
+    ran = run("status", mountpoint)  # a daemon that hangs
+    assert ran.code == 4
+    assert "has not answered" in ran.err
+    for nonsense in (b"", b"nonsense\n", b"[1]\n", b'{"done":true,"errors":7}\n'):
+        fake.raw = nonsense
+        ran = run("status", mountpoint)
+        assert ran.code == 4
+        assert line(ran.err)
+    fake.stop()
+    ran = run("explain", mountpoint)  # kill -9: the socket is there and nobody listens
+    assert ran.code == 4
+    assert "is dead (its log is /var/log/x.log)" in ran.err
+    ran = run("status")
+    assert ran.code == 4
+    assert line(ran.err)
+
+
+@pytest.mark.parametrize("code", [1, 2, 3, 4, 124])
+def test_the_daemons_errors_keep_their_exit_code(daemon: FakeDaemon, run: Run, code: int) -> None:
+    daemon.answers["explain"] = [{"done": True, "error": "no such path\nsecond line", "exit": code}]
+    ran = run("explain", daemon.mountpoint / "x")
+    assert (ran.code, ran.err) == (code, "cachexfs: error: no such path second line\n")
+
+
+def test_wait(daemon: FakeDaemon, run: Run) -> None:
+    progress = {"progress": {"bytes_done": 1, "bytes_total": 2, "files_done": 0, "files_total": 1}}
+    daemon.answers["wait"] = [progress, progress, {"done": True, "reached": True, "reason": "", "exit": 0}]
+    ran = run("wait", daemon.mountpoint / "c", "--at", "pfs", "--timeout", "5")
+    assert (ran.code, ran.out, ran.err) == (0, "", "")
+    assert daemon.asked == [{"op": "wait", "path": "c", "at": "pfs", "timeout_s": 5.0}]
+    for code in (3, 4, 124):
+        daemon.answers["wait"] = [{"done": True, "reached": False, "reason": "2 files are on no partner", "exit": code}]
+        ran = run("wait", daemon.mountpoint / "c", "--at", "partner", "--json")
+        assert ran.code == code
+        assert line(ran.err)
+        assert "2 files" in ran.err
+        assert json.loads(ran.out)["reached"] is False
+
+
+def test_wait_for_a_daemon_that_falls_silent(daemon: FakeDaemon, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    daemon.answers["wait"] = [{"progress": {}}]
+    monkeypatch.setattr(wait, "SILENCE_S", 0.2)
+    assert run("wait", daemon.mountpoint, "--at", "pfs").code == 4
+
+
+def test_latest_on_a_mount(daemon: FakeDaemon, run: Run) -> None:
+    daemon.answers["latest"] = [{"done": True, "path": "run/step-9", "certain": True, "reason": ""}]
+    ran = run("latest", daemon.mountpoint / "run", "--at", "pfs", "--below", "10")
+    assert (ran.code, ran.out) == (0, f"{daemon.mountpoint}/run/step-9\n")
+    assert daemon.asked == [{"op": "latest", "dir": "run", "at": "pfs", "below": 10}]
+    for certain, code in ((True, 1), (False, 4)):
+        daemon.answers["latest"] = [{"done": True, "path": None, "certain": certain, "reason": "none is whole"}]
+        ran = run("latest", daemon.mountpoint / "run")
+        assert (ran.code, ran.out, ran.err) == (code, "", "cachexfs: error: none is whole\n")
+
+
+def test_a_path_that_is_not_utf8_comes_and_goes(daemon: FakeDaemon, run: Run) -> None:
+    name = os.fsdecode(b"caf\xe9")
+    daemon.answers["latest"] = [{"done": True, "path": name, "certain": True, "reason": ""}]
+    ran = run("latest", daemon.mountpoint / name)
+    assert daemon.asked[0]["dir"] == name
+    assert ran.code == 0
+
+
+def test_explain_says_each_piece_its_node_and_the_fix(daemon: FakeDaemon, run: Run) -> None:
+    piece = {"path": "c/f", "node": "n2", "boundary": "partner", "reason": "n2 is lost", "fix": "start n2 again"}
+    answer = {"done": True, "path": "c", "kind": "checkpoint", "stage": "returned", "restartable": "no"}
+    daemon.answers["explain"] = [answer | {"pieces": [piece], "summary": "One file is missing."}]
+    ran = run("explain", daemon.mountpoint / "c")
+    assert ran.code == 0
+    for said in ("checkpoint", "'returned'", "not restartable", "One file is missing.", "c/f on n2", "start n2 again"):
+        assert said in ran.out
+    assert json.loads(run("explain", daemon.mountpoint / "c", "--json").out)["pieces"] == [piece]
+
+
+def test_control_characters_of_names_do_not_reach_the_terminal(daemon: FakeDaemon, run: Run) -> None:
+    piece = {"path": "\x1b[31mred", "node": "", "boundary": "", "reason": "a\nb", "fix": ""}
+    daemon.answers["explain"] = [{"done": True, "path": "c", "pieces": [piece], "summary": "s"}]
+    assert "\x1b" not in run("explain", daemon.mountpoint / "c").out
+
+
+def test_umount_drains_and_waits_until_the_mount_is_gone(daemon: FakeDaemon, kernel: Path, run: Run) -> None:
+    daemon.register(pid=2**22 + 1)  # no such process
+    listed = kernel.read_text()
+    daemon.answers["umount"] = [
+        {"progress": {"bytes_left": 5, "ops_left": 1, "files": ["a"]}},
+        {"done": True, "left": []},
+    ]
+    kernel.write_text(listed)
+    kernel_without = listed.replace("fuse.cachexfs", "fuse.gone")
+
+    def gone(_: float) -> None:
+        kernel.write_text(kernel_without)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(umount.time, "sleep", gone)
+        ran = run("umount", daemon.mountpoint, "--timeout", "60")
+    assert (ran.code, ran.out, ran.err) == (0, "", "")
+    assert daemon.asked == [{"op": "umount", "timeout_s": 60.0, "abandon": False}]
+
+
+def test_umount_exits_3_with_the_list_of_what_is_left(
+    daemon: FakeDaemon, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(umount, "_await_gone", lambda mount, entry: None)
+    left = [{"path": "run/a", "reason": "the PFS is full"}, {"path": "run/b", "reason": "the same"}]
+    daemon.answers["umount"] = [{"done": True, "left": left}]
+    ran = run("umount", daemon.mountpoint, "--json")
+    assert ran.code == 3
+    assert line(ran.err)
+    assert "run/a (the PFS is full)" in ran.err
+    assert "recoverable" in ran.err
+    assert json.loads(ran.out)["left"] == left
+
+
+def test_umount_of_what_is_no_mount_or_has_no_daemon(daemon: FakeDaemon, run: Run, tmp_path: Path) -> None:
+    ran = run("umount", tmp_path)
+    assert ran.code == 2
+    assert line(ran.err)
+    ran = run("umount", daemon.mountpoint / "sub")
+    assert ran.code == 2
+    assert f"give the mount point, {daemon.mountpoint}" in ran.err
+    daemon.stop()
+    ran = run("umount", daemon.mountpoint)
+    assert ran.code == 4
+    assert "--abandon" in ran.err
+    assert line(ran.err)
+
+
+def test_watch_with_json_prints_one_object_a_line(
+    daemon: FakeDaemon, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    daemon.answers["status"] = [STATUS]
+    rounds = []
+
+    def sleep(_: float) -> None:
+        rounds.append(1)
+        if len(rounds) == 3:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(status_module.time, "sleep", sleep)
+    ran = run("status", "--watch", "--json")
+    assert ran.code == 0
+    assert len([json.loads(text) for text in ran.out.splitlines()]) == 3
