@@ -17,6 +17,7 @@ import torch.distributed.checkpoint as dcp
 import torch.multiprocessing as mp
 from safetensors.torch import save_file
 from torch import nn
+from torch.distributed.checkpoint.default_planner import create_default_local_save_plan
 from torch.distributed.checkpoint.filesystem import SerializationFormat, _StorageInfo
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
@@ -75,6 +76,14 @@ def hand_made(root: Path) -> None:
         (root / f"names.{protocol}").write_bytes(data)
 
 
+def like_megatron(root: Path) -> None:
+    """Megatron keeps every rank's plan of the save in the metadata."""
+    found = Metadata({}, storage_data={MetadataIndex("w"): _StorageInfo("__0_0.distcp", 0, 9)})
+    plan = create_default_local_save_plan({"w": torch.ones(3), "b": [1]}, True)
+    vars(found)["all_local_plans"] = [plan]
+    (root / "megatron.metadata").write_bytes(pickle.dumps(found))
+
+
 def deepspeed(root: Path) -> None:
     step = root / "deepspeed" / "global_step10"
     step.mkdir(parents=True)
@@ -113,6 +122,7 @@ def main() -> None:
     root = Path(sys.argv[1])
     single_process(root)
     hand_made(root)
+    like_megatron(root)
     deepspeed(root)
     if sys.argv[2:] != ["single"]:
         mp.spawn(two_ranks, args=(str(root),), nprocs=2, join=True)

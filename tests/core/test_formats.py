@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cachexfs.core.commitfiles import is_commit_name
-from cachexfs.core.formats import FORMATS, FormatError, Members, Missing, describe, evaluate, recognise
+from cachexfs.core.formats import FORMATS, FormatError, Members, Missing, describe, describe_file, evaluate, recognise
 
 HERE = Path(__file__).parent
 
@@ -67,19 +67,32 @@ def test_evaluate_says_what_is_missing_and_why() -> None:
 def test_recognise_knows_every_format() -> None:
     cases = {
         "deepspeed": [b"latest", b"global_step1"],
-        "megatron": [b"metadata.json"],
+        "megatron": [b"metadata.json", b"common.pt"],
         "dcp": [b".metadata", b"__0_0.distcp"],
         "lightning": [b"meta.pt"],
         "hf-trainer": [b"trainer_state.json", b"x"],
         "huggingface": [b"model.safetensors.index.json"],
         "accelerate": [b"random_states_0.pkl"],
-        "single-file": [b"last.ckpt"],
     }
     assert {known.name for known in FORMATS} == set(cases)
     for name, names in cases.items():
         assert [known.name for known, _ in recognise(names)] == [name]
     assert recognise([]) == []
     assert recognise([b"config.json", b"model.safetensors"]) == []
+
+
+@pytest.mark.parametrize(
+    "name", [b"common.pt", b"model.safetensors", b"__0_0.distcp", b"config.json", b"metadata.json"]
+)
+def test_the_first_file_of_a_checkpoint_is_not_a_checkpoint(name: bytes) -> None:
+    assert recognise([name]) == []
+
+
+def test_common_names_in_other_checkpoints_do_no_harm() -> None:
+    content = {name.removeprefix(b"x/"): data for name, data in dcp_set(b"x").items()}
+    assert missing({**content, b"metadata.json": b'{"mine": 1}'}) == []
+    hf = {b"m.index.json": index("a.safetensors"), b"a.safetensors": safetensors(5)}
+    assert missing({**hf, b"metadata.json": b"no JSON", b"meta.pt": b"x"}) == []
 
 
 def test_commit_files_of_formats_are_commit_names() -> None:
@@ -93,9 +106,11 @@ def test_commit_files_of_formats_are_commit_names() -> None:
 def test_any_commit_file_is_read_or_refused(data: bytes) -> None:
     names = [b"latest", b".metadata", b"metadata.json", b"latest_checkpointed_iteration.txt", b"__0.metadata"]
     names += [b"x.index.json", b"trainer_state.json", b"meta.pt", b"random_states_0.pkl", b"mp_rank_00_model_states.pt"]
+    describe_file(MemoryFiles({b"x.safetensors": data}), b"x.safetensors")
+    describe_file(MemoryFiles({b"x.pt": data}), b"x.pt")
     files = MemoryFiles(dict.fromkeys([*names, b"x.safetensors", b"optimizer.pt"], data))
     for known in FORMATS:
-        for commit in [*known.recognises(names), *known.recognises([b"x.safetensors"]), *known.recognises([b"x.pt"])]:
+        for commit in known.recognises(names):
             for given_files in (None, files):
                 try:
                     found = known.members(commit, data, names, given_files)
@@ -274,6 +289,8 @@ def test_deepspeed_latest_may_be_ahead_or_broken() -> None:
     for data in (b"", b"../x", b"/x"):
         with pytest.raises(FormatError, match=r"^latest: "):
             describe(MemoryFiles({b"latest": data, b"s1/.metadata": b""}))
+    assert missing({b"latest": b"step-9", **dcp_set(b"step-9"), **dcp_set(b"step-8")}) == []
+    assert missing({b"latest": b"step-9", b"step-9/.metadata": metadata([info("a", 0, 1)])}) == [b"step-9/a"]
     with pytest.raises(FormatError, match="beyond any job"):
         describe(MemoryFiles(step("zero_pp_rank_999999_mp_rank_999_optim_states.pt")))
 
@@ -308,8 +325,8 @@ def test_megatron_iteration_directory_alone() -> None:
     assert missing(content) == []
     del content[b"common.pt"]
     assert missing(content) == [b"common.pt"]
-    with pytest.raises(FormatError, match="sharded_backend"):
-        describe(MemoryFiles({b"metadata.json": b"{}"}))
+    with pytest.raises(FormatError, match="not JSON"):
+        describe(MemoryFiles({b"metadata.json": b"", b"common.pt": b"x"}))
 
 
 def test_megatron_tracker_ahead_of_its_iteration() -> None:
@@ -337,11 +354,17 @@ def test_lightning_needs_the_shards_too() -> None:
 @pytest.mark.parametrize("name", ["optimizer.pt", "old.pt", "model.safetensors"])
 def test_real_single_files(saved: Path, name: str) -> None:
     data = (saved / "hf-torch" / name).read_bytes()
-    assert missing({name.encode(): data}) == []
+
+    def whole(content: bytes) -> bool:
+        found = describe_file(MemoryFiles({name.encode(): content}), name.encode())
+        assert dict(found.needs) == {}
+        return found.incomplete_reason is None
+
+    assert whole(data)
+    assert not whole(b"")
+    assert not whole(bytes(len(data)))
     if name != "old.pt":  # torch's old format has no end mark
-        for cut in (0, 100, len(data) // 2, len(data) - 1):
-            assert missing({name.encode(): data[:cut]}) == [b"!"]
-    assert missing({name.encode(): bytes(len(data))}) == [b"!"]
+        assert not any(whole(data[:cut]) for cut in (100, len(data) // 2, len(data) - 1))
 
 
 def test_a_cut_torch_file_is_named_in_the_reason(saved: Path) -> None:
@@ -357,6 +380,10 @@ def test_real_huggingface_checkpoint(saved: Path) -> None:
     assert found.exact
     assert len(found.needs) == 2
     assert dict(found.needs) == {name: files.size(name) for name in found.needs}
+
+
+def test_a_single_file_that_is_not_there() -> None:
+    assert describe_file(MemoryFiles({}), b"a.pt").incomplete_reason == "absent"
 
 
 def test_unrecognised_directory() -> None:

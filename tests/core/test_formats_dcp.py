@@ -159,7 +159,7 @@ def test_reads_without_torch(saved: Path) -> None:
     assert subprocess.run(script, capture_output=True, text=True, check=True).stdout.strip() == "2 []"
 
 
-@given(st.lists(st.tuples(st.sampled_from(["a", "b/c", "d\n"]), st.integers(0, 2**62), st.integers(0, 2**62))))
+@given(st.lists(st.tuples(st.sampled_from(["a", "b/c", "d\n"]), st.integers(0, 2**62 - 1), st.integers(0, 2**62))))
 def test_minimum_size_is_the_largest_end(items: list[tuple[str, int, int]]) -> None:
     expected: dict[bytes, int] = {}
     for name, offset, length in items:
@@ -170,6 +170,10 @@ def test_minimum_size_is_the_largest_end(items: list[tuple[str, int, int]]) -> N
 def test_more_items_than_one_batch_of_the_pickler() -> None:
     needs = needed_files(metadata(info(f"f{i % 7}", i, 1) for i in range(2500)))
     assert needs == {b"f%d" % (i % 7): i + 1 for i in range(2493, 2500)}
+
+
+def test_megatron_metadata_holds_the_plans_of_the_save(saved: Path) -> None:
+    assert needed_files((saved / "megatron.metadata").read_bytes()) == {b"__0_0.distcp": 9}
 
 
 def test_megatron_metadata_class() -> None:

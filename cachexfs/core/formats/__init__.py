@@ -36,6 +36,7 @@ __all__ = [
     "Missing",
     "combine",
     "describe",
+    "describe_file",
     "evaluate",
     "member_name",
     "prefixed",
@@ -50,7 +51,6 @@ FORMATS: tuple[Format, ...] = (
     HfTrainer(),
     HfIndex(),
     Accelerate(),
-    SingleFile(),
 )
 """In the order in which their commit files are tried; the first commit file stands for a combination."""
 
@@ -58,13 +58,10 @@ FORMATS: tuple[Format, ...] = (
 def recognise(names: Collection[bytes]) -> list[tuple[Format, bytes]]:
     """The formats and commit files in a directory whose listing is ``names``; all of them count.
 
-    ``single-file`` is there only when nothing else is.
+    A single file has no commit file: ``describe_file``.
     """
     listing = frozenset(names)
-    found = [(known, commit) for known in FORMATS for commit in known.recognises(listing)]
-    if len(found) > 1:
-        found = [(known, commit) for known, commit in found if not isinstance(known, SingleFile)]
-    return found
+    return [(known, commit) for known in FORMATS for commit in known.recognises(listing)]
 
 
 class Below:
@@ -107,9 +104,14 @@ def describe(files: Files) -> Members | None:
         if targets and not any(directory == t or directory.startswith(t + b"/") for t in targets if t):
             continue
         for known, commit in recognise(listing):
-            if not isinstance(known, SingleFile):
-                parts.append(prefixed(directory, _members(known, commit, Below(files, directory), directory)))
+            parts.append(prefixed(directory, _members(known, commit, Below(files, directory), directory)))
     return combine(parts) if parts else None
+
+
+def describe_file(files: Files, name: bytes) -> Members:
+    """A file (``*.pt``, ``*.ckpt``, ``*.safetensors``, ...) as its own checkpoint: no members, and
+    ``incomplete_reason`` when its own bytes say that it is cut."""
+    return SingleFile().members(name, b"", [name], files)
 
 
 def _content(files: Files, name: bytes) -> bytes:

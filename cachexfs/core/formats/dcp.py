@@ -38,6 +38,10 @@ _INERT_NAMES: dict[str, frozenset[str]] = {
         }
     ),
     _CHECKPOINT + "filesystem": frozenset({"_StoragePrefix", "SerializationFormat"}),
+    # Megatron keeps every rank's plan in the metadata.
+    _CHECKPOINT + "planner": frozenset(
+        {"SavePlan", "WriteItem", "WriteItemType", "TensorWriteData", "BytesIOWriteData", "_StoragePrefix"}
+    ),
     "torch.distributed._shard.sharded_tensor.metadata": frozenset(
         {"TensorProperties", "MEM_FORMAT_ENCODING", "ShardedTensorMetadata"}
     ),

@@ -12,7 +12,7 @@ import re
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from cachexfs.core.commitfiles import pointer_target
+from cachexfs.core.commitfiles import is_commit_name, pointer_target
 from cachexfs.core.formats.base import Files, FormatError, Members, member_path
 from cachexfs.core.formats.huggingface import probed
 from cachexfs.core.formats.inert_pickle import DICT, INERT_KIND, Limits, read_pickle
@@ -24,6 +24,7 @@ _MODEL = re.compile(rb"mp_rank_" + _NUMBER + rb"_model_states\.pt")
 _ZERO = re.compile(rb"(|bf16_|fp16_)zero_pp_rank_" + _NUMBER + rb"_mp_rank_" + _NUMBER + rb"_(optim|model)_states\.pt")
 _LAYER = re.compile(rb"layer_" + _NUMBER + rb"-model_" + _NUMBER + rb"-model_states\.pt")
 _MODEL_SUFFIX = b"_model_states.pt"
+_STATES_SUFFIX = b"_states.pt"
 _FIRSTS = (
     b"mp_rank_00_model_states.pt",
     b"zero_pp_rank_0_mp_rank_00_model_states.pt",
@@ -63,7 +64,12 @@ class DeepSpeed:
         base = member_path(target) + b"/"
         everything = names if files is None else files.names()
         below = [name[len(base) :] for name in everything if name.startswith(base)]
-        return _step_members(commit, base, [name for name in below if b"/" not in name], files)
+        names = [name for name in below if b"/" not in name]
+        others = [name for name in names if is_commit_name(name)]
+        if others and not any(name.endswith(_STATES_SUFFIX) for name in names):
+            note = "latest names a checkpoint of another framework"
+            return Members(commit, {base + name: 1 for name in others}, note=note)
+        return _step_members(commit, base, names, files)
 
 
 def _step_members(commit: bytes, base: bytes, names: Collection[bytes], files: Files | None) -> Members:

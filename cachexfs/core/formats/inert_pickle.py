@@ -164,7 +164,8 @@ class _Machine:
         Here stand the frequent opcodes in the order of their frequency in real files.
         """
         data, stack, memo, marks = self.data, self.stack, self.memo, self.marks
-        push, remember, unpack_u4 = stack.append, memo.append, _U4.unpack_from
+        push, remember = stack.append, memo.append
+        unpack_u2, unpack_u4, unpack_i4 = _U2.unpack_from, _U4.unpack_from, _I4.unpack_from
         while pos < end:
             op = data[pos]
             pos += 1
@@ -205,15 +206,14 @@ class _Machine:
                     pos += _RUN_BYTES
                 else:
                     stack[-1] = INERT
-            elif op == _STR1:
-                size = data[pos]
-                pos += 1 + size
-                push(str(data[pos - size : pos], "utf-8", "surrogatepass"))
-                self.objects += 1
+            elif op == _INT2:
+                push(unpack_u2(data, pos)[0])
+                pos += 2
+            elif op == _INT4:
+                push(unpack_i4(data, pos)[0])
+                pos += 4
             elif op == _BUILD:
                 self.build(stack.pop())
-            elif op == _MARK:
-                marks.append(len(stack))
             else:
                 pos = self.less_frequent(op, pos)
         return pos
@@ -223,12 +223,13 @@ class _Machine:
         stack = self.stack
         if op in (_FALSE, _TRUE):
             stack.append(op == _TRUE)
-        elif op == _INT2:
-            stack.append(_U2.unpack_from(self.data, pos)[0])
-            pos += 2
-        elif op == _INT4:
-            stack.append(_I4.unpack_from(self.data, pos)[0])
-            pos += 4
+        elif op == _STR1:
+            size = self.data[pos]
+            pos += 1 + size
+            stack.append(str(self.data[pos - size : pos], "utf-8", "surrogatepass"))
+            self.objects += 1
+        elif op == _MARK:
+            self.marks.append(len(stack))
         elif op == _TUPLE1:
             stack[-1] = INERT
         elif op == _TUPLE3:

@@ -28,7 +28,11 @@ class Megatron:
     name = "megatron"
 
     def recognises(self, names: Collection[bytes]) -> list[bytes]:
-        return [name for name in (_TRACKER, _METADATA) if name in names]
+        """``metadata.json`` only beside Megatron's other files, for it is a common name."""
+        found = [_TRACKER] if _TRACKER in names else []
+        if _METADATA in names and (_COMMON in names or _DCP in names):
+            found.append(_METADATA)
+        return found
 
     def reads(self, commit: bytes) -> bool:
         return True
@@ -36,7 +40,8 @@ class Megatron:
     def members(self, commit: bytes, data: bytes, names: Collection[bytes], files: Files | None = None) -> Members:
         """Files beside the shards; for the shards themselves see the iteration's ``.metadata``."""
         if commit == _METADATA:
-            return probed(commit, _beside(data), files)
+            wanted = _beside(data)
+            return probed(commit, wanted, files, "" if wanted else "metadata.json is not Megatron's")
         target = pointer_target(commit, data)
         if target is None:
             raise FormatError("it names no iteration" if data.strip() else "it is empty")
@@ -54,10 +59,11 @@ class Megatron:
 
 
 def _beside(data: bytes) -> set[bytes]:
+    """Members from ``metadata.json``; none when it is somebody else's file of that name."""
     table = load_json(data)
     backend = table.get("sharded_backend") if isinstance(table, dict) else None
     if not isinstance(table, dict) or not isinstance(backend, str):
-        raise FormatError("metadata.json without sharded_backend")
+        return set()
     wanted = {_COMMON} if table.get("common_backend", "torch") == "torch" else set()
     if backend == "torch_dist":
         wanted.add(_DCP)

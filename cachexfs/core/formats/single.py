@@ -1,19 +1,20 @@
 """Lightning's sharded checkpoints, and single files.
 
-Role: two small formats. A single file is its own checkpoint: whole when its own bytes say so. Pure.
-Called through ``formats.FORMATS``.
+Role: two small formats. A single file is its own checkpoint: whole when its own bytes say so. It is
+never recognised in a directory's listing, because the first file of any checkpoint is alone for a while:
+only who asks about the file itself gets this answer. Pure. Called through ``formats``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection
 
-from cachexfs.core.formats.base import Files, Members
-from cachexfs.core.formats.huggingface import probed
+from cachexfs.core.formats.base import Files, Members, evaluate
 from cachexfs.core.formats.wholeness import probe
 
 _META = b"meta.pt"
-_SUFFIXES = (b".pt", b".pth", b".ckpt", b".safetensors", b".bin")
+_DCP = b".metadata"
+_SHARD_SUFFIX = b".distcp"
 
 
 class LightningSharded:
@@ -22,25 +23,26 @@ class LightningSharded:
     name = "lightning"
 
     def recognises(self, names: Collection[bytes]) -> list[bytes]:
-        return [_META] if _META in names else []
+        """``meta.pt`` alone or beside DCP's files; others use the name too."""
+        beside = any(name == _DCP or name.endswith(_SHARD_SUFFIX) for name in names)
+        return [_META] if _META in names and (beside or len(names) == 1) else []
 
     def reads(self, commit: bytes) -> bool:
         return False
 
     def members(self, commit: bytes, data: bytes, names: Collection[bytes], files: Files | None = None) -> Members:
-        found = probed(commit, {b".metadata"}, files)
         problem = probe(files, commit).problem
-        return Members(commit, found.needs, False, "", f"meta.pt: {problem}" if problem else None)
+        return Members(commit, {_DCP: 1}, False, "", f"meta.pt: {problem}" if problem else None)
 
 
 class SingleFile:
-    """A lone ``*.pt``, ``*.pth``, ``*.ckpt``, ``*.bin`` or ``*.safetensors``."""
+    """One ``*.pt``, ``*.ckpt``, ``*.safetensors`` ... asked about by its own name."""
 
     name = "single-file"
 
     def recognises(self, names: Collection[bytes]) -> list[bytes]:
-        """The one file of a listing with no other name in it: beside others it may be only a part."""
-        return [name for name in names if len(names) == 1 and name.endswith(_SUFFIXES)]
+        """Nothing: see the module's text."""
+        return []
 
     def reads(self, commit: bytes) -> bool:
         return False
@@ -49,7 +51,8 @@ class SingleFile:
         """No other member. The file's own length, as its header has it, is judged here."""
         found = probe(files, commit)
         problem = found.problem
-        size = files.size(commit) if files is not None else None
-        if problem is None and size is not None and size < found.size_min:
-            problem = "empty" if size == 0 else f"{size} bytes, at least {found.size_min} needed"
+        if problem is None and files is not None:
+            size = files.size(commit)
+            present = {} if size is None else {commit: size}
+            problem = next((m.reason for m in evaluate({commit: found.size_min}, present)), None)
         return Members(commit, {}, True, "", problem)
