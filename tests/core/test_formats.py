@@ -389,3 +389,15 @@ def test_a_single_file_that_is_not_there() -> None:
 def test_unrecognised_directory() -> None:
     assert describe(MemoryFiles({})) is None
     assert describe(MemoryFiles({b"a.txt": b"", b"b/c.txt": b""})) is None
+
+
+def test_a_huge_commit_file_is_not_read() -> None:
+    class Huge(MemoryFiles):
+        def size(self, name: bytes) -> int | None:
+            return 1 << 40
+
+        def read(self, name: bytes, offset: int, length: int) -> bytes:
+            raise AssertionError(f"{length} bytes were asked for")
+
+    with pytest.raises(FormatError, match="the limit is"):
+        describe(Huge({b".metadata": b""}))

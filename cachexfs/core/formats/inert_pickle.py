@@ -25,7 +25,7 @@ from cachexfs.core.formats.base import FormatError, shown
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Bounds on one pickle; memory stays below about eight times its size."""
+    """Bounds on one pickle; memory stays below about eight times its size, plus 80 MB."""
 
     bytes_max: int = 1 << 30
     stack_items_max: int = 1 << 20  # the pickler flushes every 1000 items; this is for odd ones
@@ -91,7 +91,7 @@ _RUN_NEW_STATE = b"\x81\x94}\x94("  # after EMPTY_TUPLE: NEWOBJ MEMOIZE EMPTY_DI
 _RUN_TUPLE_CALL = b"\x94\x85\x94R\x94"  # after TUPLE2: MEMOIZE TUPLE1 MEMOIZE REDUCE MEMOIZE
 _RUN_BYTES = 5
 
-_U2, _U4, _I4, _U8 = Struct("<H"), Struct("<I"), Struct("<i"), Struct("<Q")
+_U2, _U4, _I4 = Struct("<H"), Struct("<I"), Struct("<i")
 _CHECK_EVERY_BYTES = 1 << 14
 _GLOBAL_NAME_BYTES_MAX = 1024
 
