@@ -47,6 +47,11 @@ class Request:
     number: int = 0
     nonce: str = field(default_factory=lambda: secrets.token_hex(8))
 
+    @property
+    def name(self) -> str:
+        """For people: the operation, or the kind of change."""
+        return str(self.arguments[0]) if self.operation == "run" else self.operation
+
 
 @dataclass(slots=True, eq=False)
 class AbandonedCall:
@@ -135,7 +140,7 @@ class PfsCalls:
         for call in self.abandoned:
             ours = call.operation == "land" and request.operation == "land" and call.hidden == request.hidden
             if not ours and any(overlap(path, other) for path in request.paths for other in call.paths):
-                path = os.fsdecode(request.paths[0])
+                path = os.fsdecode(b" ".join(request.paths))
                 why = f"an abandoned {call.operation} that may still change it has not ended (pid {call.pid})"
                 raise OSError(errno.EBUSY, why, path)
             if call.unlinks_hidden and request.hidden == call.hidden and request.operation == "prepare":
@@ -154,7 +159,7 @@ class PfsCalls:
         child.kill()
         removes = request.operation == "discard" or (request.operation == "land" and request.noted is not None)
         since_s = trio.current_time()
-        call = AbandonedCall(request.operation, request.paths, request.hidden, since_s, child.process.pid, removes)
+        call = AbandonedCall(request.name, request.paths, request.hidden, since_s, child.process.pid, removes)
         self.abandoned.append(call)
         if self._nursery is None:
             with trio.move_on_after(KILL_WAIT_S, shield=True):
@@ -194,7 +199,7 @@ class PfsCalls:
         with trio.move_on_after(waited_s) as scope:
             await lane.semaphore.acquire()
         if scope.cancelled_caught:
-            raise trio.TooSlowError(f"{request.operation}: no PFS worker was free within {request.deadline_s} s")
+            raise trio.TooSlowError(f"{request.name}: no PFS worker was free within {request.deadline_s} s")
         try:
             self.refuse(request)
             child = lane.idle.pop() if lane.idle else await self._start(request)
@@ -244,7 +249,7 @@ class PfsCalls:
                 await self._abandon(child, request)
             self._share_out()
         if not answered:
-            why = f"{request.operation} {os.fsdecode(b' '.join(request.paths)) or request.hidden}: no answer"
+            why = f"{request.name} {os.fsdecode(b' '.join(request.paths)) or request.hidden}: no answer"
             self._note_state("hung", f"{why} from the PFS in {request.deadline_s} s")
             raise trio.TooSlowError(self.error)
         if tag == "error":

@@ -48,5 +48,5 @@ class FaultMount:
 
     async def hanging(self, op: str) -> None:
         """Until some caller hangs in ``op``."""
-        while not (self.control / f"seen-{op}").exists():
+        while not (self.control / f"seen-{op}").exists():  # noqa: ASYNC110  (it is another process that sets it)
             await trio.sleep(0.01)

@@ -1,0 +1,272 @@
+"""A PFS that hangs: the loop and the other calls go on, deadlines hold, what is late does no harm.
+
+The callers of a hung ``faultfs`` are in D state, as those of a hung server: SIGKILL does not end them.
+"""
+
+# ruff: noqa: ASYNC240  (these tests own the event loop and look at plain local files)
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import trio
+from pfs_support import ATTRS, LONG_S, FaultMount, running
+
+from cachexfs.adapters.pfs_pool import NotPreparedError, PfsPool
+
+SHORT_S = 0.3
+
+MakeMount = Callable[..., FaultMount]
+
+
+def state_of(pid: int) -> str:
+    """The letter of the process state: ``D`` is stuck in a system call."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
+async def until_none_abandoned(pool: PfsPool) -> None:
+    for call in pool.abandoned:
+        await call.ended.wait()
+
+
+async def test_a_hung_fsync_stops_neither_the_loop_nor_other_calls(fault_mount: MakeMount, source: Path) -> None:
+    mount = fault_mount()
+    size = source.stat().st_size
+    async with running(PfsPool(str(mount.path), drain_workers=2)) as pool:
+        await pool.probe()
+        mount.hang("fsync:h1")
+        ticks = 0
+        outcomes: list[BaseException] = []
+
+        async def hung() -> None:
+            try:
+                await pool.prepare(str(source), size, "h1", ATTRS, b"", 1.0)
+            except trio.TooSlowError as error:
+                outcomes.append(error)
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(hung)
+            await mount.hanging("fsync")
+            await pool.prepare(str(source), size, "h2", ATTRS, b"", LONG_S)
+            await pool.land("h2", b"f", ATTRS, LONG_S)
+            assert (await pool.stat(b"f", LONG_S)).size == size
+            assert pool.state == "ok"
+            while not outcomes:
+                ticks += 1
+                await trio.sleep(0.01)
+        assert ticks > 1
+        (stuck,) = pool.abandoned
+        assert state_of(stuck.pid) == "D"
+        assert pool.state == "hung"
+        assert "prepare h1" in pool.error
+        await pool.prepare(str(source), size, "h3", ATTRS, b"", LONG_S)  # the replacement works
+        assert pool.state == "ok"
+        mount.clear()
+        await until_none_abandoned(pool)
+        assert pool.abandoned == ()
+        assert not os.path.exists(f"/proc/{stuck.pid}")
+
+
+async def test_at_most_so_many_processes_hang_and_then_calls_fail_at_once(fault_mount: MakeMount) -> None:
+    mount = fault_mount()
+    async with running(PfsPool(str(mount.path), abandoned_max=3)) as pool:
+        await pool.probe()
+        mount.hang("statfs")
+        for _ in range(3):
+            with pytest.raises(trio.TooSlowError):
+                await pool.statvfs(SHORT_S)
+        with pytest.raises(OSError, match=r"hung.*docs/pfs\.md") as caught:
+            await pool.stat(b"", LONG_S)
+        assert caught.value.errno == errno.EIO
+        assert (pool.state, len(pool.abandoned)) == ("hung", 3)
+        mount.clear()
+        await until_none_abandoned(pool)
+        await pool.stat(b"", LONG_S)
+        assert pool.state == "ok"
+
+
+async def test_the_pool_ends_although_children_hang(fault_mount: MakeMount) -> None:
+    mount = fault_mount()
+    async with running(PfsPool(str(mount.path))) as pool:
+        await pool.probe()
+        mount.hang("statfs")
+        with pytest.raises(trio.TooSlowError):
+            await pool.statvfs(SHORT_S)
+        (stuck,) = pool.abandoned
+    assert state_of(stuck.pid) == "D"
+
+
+async def test_a_late_part_is_not_taken_for_the_new_one(fault_mount: MakeMount, source: Path) -> None:
+    """The first attempt hangs in the rename of its complete part; the second one has other bytes."""
+    first, second = fault_mount("a"), None
+    second = fault_mount("b", first.backing)
+    size = source.stat().st_size
+    new = source.with_name("new")
+    new.write_bytes(os.urandom(size))
+    async with running(PfsPool(str(first.path))) as pool, running(PfsPool(str(second.path))) as other:
+        await pool.probe()
+        await other.probe()
+        first.hang("rename:h")
+        with pytest.raises(trio.TooSlowError):
+            await pool.prepare(str(source), size, "h", ATTRS, b"old", SHORT_S)
+        await other.prepare(str(new), size, "h", ATTRS, b"new", LONG_S, takeover=True)
+        first.clear()
+        await until_none_abandoned(pool)
+        await other.land("h", b"f", ATTRS, LONG_S)
+        assert (first.backing / "f").read_bytes() == new.read_bytes()
+        assert os.listdir(first.backing / ".cachexfs/tmp") == []
+
+
+async def test_a_late_landing_finds_nothing_after_a_takeover(fault_mount: MakeMount, source: Path) -> None:
+    first = fault_mount("a")
+    second = fault_mount("b", first.backing)
+    async with running(PfsPool(str(first.path))) as pool, running(PfsPool(str(second.path))) as other:
+        await pool.prepare(str(source), 1000, "old", ATTRS, b"", LONG_S)
+        await other.probe()
+        first.hang("rename:old")
+        with pytest.raises(trio.TooSlowError):
+            await pool.land("old", b"f", ATTRS, SHORT_S)
+        await other.discard("old", LONG_S)
+        await other.prepare(str(source), 2000, "new", ATTRS, b"", LONG_S)
+        await other.land("new", b"f", ATTRS, LONG_S)
+        first.clear()
+        await until_none_abandoned(pool)
+        assert (first.backing / "f").stat().st_size == 2000
+        assert os.listdir(first.backing / ".cachexfs/tmp") == []
+
+
+async def test_a_landing_whose_answer_was_lost_is_recognised(fault_mount: MakeMount, source: Path) -> None:
+    mount = fault_mount()
+    async with running(PfsPool(str(mount.path))) as pool:
+        await pool.prepare(str(source), 1000, "h", ATTRS, b"", LONG_S)
+        mount.hang("fsyncdir")  # after the rename
+        with pytest.raises(trio.TooSlowError):
+            await pool.land("h", b"f", ATTRS, SHORT_S)
+        mount.clear()
+        await until_none_abandoned(pool)
+        assert (await pool.land("h", b"f", ATTRS, LONG_S)).size == 1000
+        assert os.listdir(mount.backing / ".cachexfs/tmp") == []
+
+
+async def test_a_landing_is_retried_under_a_name_that_the_late_one_does_not_know(
+    fault_mount: MakeMount, source: Path
+) -> None:
+    mount = fault_mount()
+    async with running(PfsPool(str(mount.path))) as pool:
+        await pool.prepare(str(source), 1000, "h", ATTRS, b"", LONG_S)
+        mount.hang("lookup:h")  # the first thing that a landing does with the file
+        with pytest.raises(trio.TooSlowError):
+            await pool.land("h", b"f", ATTRS, SHORT_S)
+        assert not (mount.backing / "f").exists()
+        mount.clear()
+        await until_none_abandoned(pool)
+        mount.fail("rename:h", errno.EIO)  # the attempt takes it aside, and fails to land it
+        with pytest.raises(OSError, match="Input/output"):
+            await pool.land("h", b"f", ATTRS, LONG_S)
+        mount.clear()
+        await pool.land("h", b"f", ATTRS, LONG_S)
+        assert (mount.backing / "f").stat().st_size == 1000
+        with pytest.raises(NotPreparedError):
+            await pool.land("h", b"g", ATTRS, LONG_S)
+
+
+async def test_a_path_with_an_abandoned_removal_stays_untouched(fault_mount: MakeMount, source: Path) -> None:
+    mount = fault_mount()
+    (mount.backing / "d").mkdir()
+    (mount.backing / "d/f").write_bytes(b"old")
+    async with running(PfsPool(str(mount.path))) as pool:
+        await pool.prepare(str(source), 1000, "h", ATTRS, b"", LONG_S)
+        mount.hang("unlink:f")
+        with pytest.raises(trio.TooSlowError):
+            await pool.run("unlink", b"d/f", b"", None, SHORT_S)
+        for path in (b"d/f", b"d/f/below"):
+            with pytest.raises(OSError, match="abandoned unlink") as caught:
+                await pool.land("h", path, ATTRS, LONG_S)
+            assert caught.value.errno == errno.EBUSY
+        with pytest.raises(OSError, match="abandoned unlink"):
+            await pool.run("rename", b"d", b"e", None, LONG_S)
+        mount.clear()
+        await until_none_abandoned(pool)
+        await pool.land("h", b"d/f", ATTRS, LONG_S)
+        assert (mount.backing / "d/f").stat().st_size == 1000
+
+
+async def test_a_rename_whose_answer_was_lost_is_recognised(fault_mount: MakeMount) -> None:
+    mount = fault_mount()
+    (mount.backing / "a").write_bytes(b"a")
+    (mount.backing / "b").write_bytes(b"b")
+    async with running(PfsPool(str(mount.path))) as pool:
+        await pool.probe()
+        mount.hang("fsyncdir")
+        with pytest.raises(trio.TooSlowError):
+            await pool.run("rename", b"a", b"b", None, SHORT_S)
+        mount.clear()
+        await until_none_abandoned(pool)
+        await pool.run("rename", b"a", b"b", None, LONG_S)
+        assert (mount.backing / "b").read_bytes() == b"a"
+        with pytest.raises(FileNotFoundError):  # asked for anew, it is an error again
+            await pool.run("rename", b"a", b"b", None, LONG_S)
+
+
+async def test_a_name_is_not_prepared_while_its_late_removal_may_come(fault_mount: MakeMount, source: Path) -> None:
+    mount = fault_mount()
+    async with running(PfsPool(str(mount.path))) as pool:
+        await pool.prepare(str(source), 1000, "h", ATTRS, b"", LONG_S)
+        mount.hang("unlink:h")
+        with pytest.raises(trio.TooSlowError):
+            await pool.discard("h", SHORT_S)
+        with pytest.raises(OSError, match="abandoned removal") as caught:
+            await pool.prepare(str(source), 1000, "h", ATTRS, b"", LONG_S)
+        assert caught.value.errno == errno.EBUSY
+        mount.clear()
+        await until_none_abandoned(pool)
+        await pool.prepare(str(source), 1000, "h", ATTRS, b"", LONG_S)
+
+
+async def test_a_cancelled_call_frees_its_place(fault_mount: MakeMount, source: Path) -> None:
+    mount = fault_mount()
+    async with running(PfsPool(str(mount.path), drain_workers=1)) as pool:
+        await pool.probe()
+        mount.hang("fsync:h")
+        with trio.move_on_after(SHORT_S) as scope:
+            await pool.prepare(str(source), 1000, "h", ATTRS, b"", LONG_S)
+        assert scope.cancelled_caught
+        assert len(pool.abandoned) == 1
+        await pool.prepare(str(source), 1000, "h2", ATTRS, b"", LONG_S)
+        mount.clear()
+        await until_none_abandoned(pool)
+        await pool.prepare(str(source), 1000, "h", ATTRS, b"", LONG_S)
+        assert sorted(os.listdir(mount.backing / ".cachexfs/tmp")) == ["h", "h.rec", "h2", "h2.rec"]
+
+
+async def test_a_pfs_that_hangs_from_the_start(fault_mount: MakeMount) -> None:
+    mount = fault_mount()
+    mount.hang("lookup")
+    async with running(PfsPool(str(mount.path))) as pool:
+        with pytest.raises(trio.TooSlowError):
+            await pool.stat(b"", SHORT_S)
+        assert pool.state == "hung"
+        assert pool.identity is None
+        mount.clear()
+        await until_none_abandoned(pool)
+        await pool.stat(b"", LONG_S)
+        assert pool.identity is not None
+
+
+async def test_progress_keeps_a_slow_copy_alive(pfs_dir: Path, tmp_path: Path) -> None:
+    """The copy takes several times its deadline; it is paced, and says so each second."""
+    staged = tmp_path / "staged"
+    size = 1 << 20
+    staged.write_bytes(os.urandom(size))
+    seen: list[int] = []
+    async with running(PfsPool(str(pfs_dir), bandwidth_bytes_s=size / 4)) as pool:
+        await pool.probe()
+        start_s = trio.current_time()
+        await pool.prepare(str(staged), size, "h", ATTRS, b"", 2.0, on_progress=seen.append)
+        assert trio.current_time() - start_s > 2.0
+    assert seen == sorted(seen)
+    assert len(seen) >= 2
