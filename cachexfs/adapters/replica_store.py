@@ -128,10 +128,11 @@ class ReplicaStore:
 
     def find(self, stage: str) -> Manifest | None:
         """The committed manifest; None when the stage is not held."""
-        committed = self._committed(stage)
+        committed = self.committed(stage)
         return committed.manifest if committed else None
 
-    def _committed(self, stage: str) -> Committed | None:
+    def committed(self, stage: str) -> Committed | None:
+        """The committed version with its path; None when the stage is not held."""
         copy = self._copies.get(stage)
         return copy.snapshot if copy else None
 
@@ -210,7 +211,7 @@ class ReplicaStore:
         Raises ``FileNotFoundError``, ``CorruptError`` for a damaged block, ``OSError``.
         """
         while True:
-            committed = self._committed(stage)
+            committed = self.committed(stage)
             if committed is None:
                 raise FileNotFoundError(2, "no replica", stage)
             try:
@@ -219,7 +220,7 @@ class ReplicaStore:
                 )
             except (FileNotFoundError, CorruptError):
                 # A commit in the meantime may have replaced the version under this reader.
-                if self._committed(stage) is committed:
+                if self.committed(stage) is committed:
                     raise
 
     async def read(self, stage: str, offset: int, length: int) -> bytes:
@@ -230,7 +231,7 @@ class ReplicaStore:
 
     def open_copy(self, stage: str) -> tuple[int, int] | None:
         """(descriptor, bytes) of a committed version, unchecked; the caller closes the descriptor."""
-        committed = self._committed(stage)
+        committed = self.committed(stage)
         if committed is None:
             return None
         fd = os.open(committed.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
@@ -241,7 +242,7 @@ class ReplicaStore:
 
         Raises ``FileNotFoundError``, ``OSError``.
         """
-        committed = self._committed(stage)
+        committed = self.committed(stage)
         if committed is None:
             raise FileNotFoundError(2, "no replica", stage)
         return await trio.to_thread.run_sync(_verify, committed, limiter=self._write_limiter)

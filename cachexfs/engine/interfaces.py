@@ -138,13 +138,18 @@ class Pfs(Protocol):
     """The shared filesystem, touched by child processes only. Paths are relative to the PFS directory.
 
     Each call takes ``deadline_s``; at the deadline the child is abandoned and replaced, and ``trio.TooSlowError``
-    is raised. Errors of the PFS are ``OSError``. Nothing here retries.
+    is raised. Errors of the PFS are ``OSError``. Nothing here retries. ``state`` is "ok", "unreachable" or "hung".
     """
+
+    @property
+    def state(self) -> str:
+        """How the PFS answered last."""
+        ...
 
     async def prepare(
         self, source: str, size: int, hidden: str, attrs: PfsAttrs, record: bytes, deadline_s: float
     ) -> None:
-        """Copy the first ``size`` bytes of a local file to ``.cachexfs/tmp/<hidden>``, with a recovery record; fsync both.
+        """Copy the first ``size`` bytes of a file to ``.cachexfs/tmp/<hidden>``, with a recovery record; fsync both.
 
         A temporary of that name is removed first, so that a late writer of an abandoned child does not touch
         the new one. An error of fsync is final: the temporary is removed before it is raised.

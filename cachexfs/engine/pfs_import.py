@@ -37,7 +37,7 @@ class Importer:
         self._locks: dict[int, trio.Lock] = {}
 
     async def ensure(self, fid: int) -> None:
-        """Make sure that the directory's entries are in the catalogue. Raises ``FsError`` EIO when the PFS cannot tell."""
+        """Bring the directory's entries into the catalogue. Raises ``FsError`` EIO when the PFS cannot tell."""
         inode = self.node.catalogue.view.inode(fid)
         if inode is None or inode.kind != "d" or inode.imported:
             return

@@ -140,8 +140,8 @@ class Takeover:
         generation = self.node.catalogue.view.generation(fid)
         base = generation.gen if generation is not None else 0
         content = Content(
-            synced.size, synced.digest, synced.tree, synced.stage, tuple(c for c in synced.copies if self.node.valid(c)),
-            inode.mtime_ns,
+            synced.size, synced.digest, synced.tree, synced.stage,
+            tuple(c for c in synced.copies if self.node.valid(c)), inode.mtime_ns,
         )  # fmt: skip
         ctx = self.node.ctx()
         await self.node.catalogue.mutate(lambda tx: namespace.publish(tx, ctx, fid, base, content))

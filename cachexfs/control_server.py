@@ -1,0 +1,409 @@
+"""The control socket: what ``cachexfs status``, ``wait``, ``latest``, ``explain`` and ``umount`` ask.
+
+Role: one request per connection, a JSON object on a line; answers are JSON objects on lines, the last has
+``"done": true``. Only the daemon's user can connect. Requests never touch the mount; waits have the client's deadline.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import trio
+
+from cachexfs.core.boundary import Boundary
+from cachexfs.core.commitfiles import step_of
+from cachexfs.core.records import ROOT_FID, Inode, OpKind
+from cachexfs.engine.attributes import rfc3339
+from cachexfs.engine.completeness import Checkpoint, Completeness
+from cachexfs.engine.filesystem import Parts
+from cachexfs.errors import EXIT_CANNOT_TELL, EXIT_NO, EXIT_TIMEOUT, EXIT_USAGE, CacheXError, FsError
+
+log = logging.getLogger(__name__)
+
+REQUEST_BYTES_MAX = 64 << 10
+POLL_S = 0.2
+Answer = dict[str, Any]
+Send = Callable[[Answer], Awaitable[None]]
+AT = {"returned": Boundary.RETURNED, "partner": Boundary.PARTNER, "pfs": Boundary.PFS}
+
+
+def _text(path: bytes) -> str:
+    return os.fsdecode(path)
+
+
+class ControlServer:
+    """Answers control requests about one mount."""
+
+    def __init__(self, parts: Parts, completeness: Completeness, facts: Answer) -> None:
+        self.parts = parts
+        self.node = parts.node
+        self.completeness = completeness
+        self.facts = facts  # what status shows and only the daemon knows
+        self.started_s = time.time()
+        self.stop_requested = trio.Event()
+        self.abandon = False
+        self.leaving: Callable[[float | None], AsyncIterator[None]] | None = None
+        self._rate = (self.started_s, 0, 0)
+
+    async def serve(self, path: str, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        """Listen on a unix socket until cancelled."""
+        if os.path.lexists(path):
+            os.unlink(path)
+        listener = trio.socket.socket(trio.socket.AF_UNIX, trio.socket.SOCK_STREAM)
+        old = os.umask(0o177)
+        try:
+            await listener.bind(path)
+        finally:
+            os.umask(old)
+        listener.listen(16)
+        task_status.started()
+        await trio.serve_listeners(self._handle, [trio.SocketListener(listener)])
+
+    async def _handle(self, stream: trio.SocketStream) -> None:
+        async def send(answer: Answer) -> None:
+            await stream.send_all(json.dumps(answer, ensure_ascii=True).encode() + b"\n")
+
+        async with stream:
+            try:
+                with trio.fail_after(5):
+                    request = await self._request(stream)
+                await self._answer(request, send)
+            except CacheXError as error:
+                await self._fail(send, str(error), error.exit_code)
+            except (trio.BrokenResourceError, trio.ClosedResourceError, trio.TooSlowError):
+                return
+            except Exception as error:
+                log.exception("a control request failed")
+                await self._fail(send, f"{type(error).__name__}: {error}; see the log", EXIT_CANNOT_TELL)
+
+    async def _fail(self, send: Send, error: str, code: int) -> None:
+        try:
+            await send({"done": True, "error": error, "exit": code})
+        except (trio.BrokenResourceError, trio.ClosedResourceError):
+            return
+
+    async def _request(self, stream: trio.SocketStream) -> Answer:
+        data = b""
+        while b"\n" not in data:
+            piece = await stream.receive_some(4096)
+            if not piece or len(data) > REQUEST_BYTES_MAX:
+                raise FsError(22, "no request, or too long a one")
+            data += piece
+        found = json.loads(data)
+        if not isinstance(found, dict):
+            raise FsError(22, "a request is a JSON object")
+        return found
+
+    async def _answer(self, request: Answer, send: Send) -> None:
+        operations: dict[str, Callable[[Answer, Send], Awaitable[None]]] = {
+            "ping": self._ping, "status": self._status, "explain": self._explain, "wait": self._wait,
+            "latest": self._latest, "umount": self._umount, "sources": self._sources,
+        }  # fmt: skip
+        found = operations.get(str(request.get("op")))
+        if found is None:
+            await send({"done": True, "error": f"unknown request {request.get('op')!r}", "exit": EXIT_USAGE})
+            return
+        await found(request, send)
+
+    # ---- finding
+    async def _resolve(self, path: str | None) -> tuple[int, Inode]:
+        """(file id, record) of a path relative to the mount."""
+        await self.node.catalogue.barrier()
+        fid, view = ROOT_FID, self.node.catalogue.view
+        for part in os.fsencode(path or "").split(b"/"):
+            if part in (b"", b"."):
+                continue
+            await self.parts.importer.ensure(fid)
+            entry = view.lookup(fid, part)
+            if entry is None:
+                raise _NotFound(f"{path}: no such file or directory in the mount")
+            fid = entry.fid
+        await self.parts.importer.ensure(fid)
+        inode = view.inode(fid)
+        if inode is None:
+            raise _NotFound(f"{path}: was removed")
+        return fid, inode
+
+    async def _ping(self, request: Answer, send: Send) -> None:
+        await send({"done": True, "node": self.node.name, "pid": os.getpid()})
+
+    # ---- status
+    async def _status(self, request: Answer, send: Send) -> None:
+        path = request.get("path")
+        fid, inode = await self._resolve(path)
+        answer = self._mount_facts()
+        if inode.kind == "d":
+            checkpoints = await self.completeness.below(fid)
+            answer["checkpoints"] = [self._checkpoint(c) for c in checkpoints]
+        else:
+            attributes = await self.parts.attributes.of(fid)
+            answer["checkpoints"] = []
+            answer["file"] = self._file(str(path), inode, attributes)
+        await send(answer)
+
+    def _mount_facts(self) -> Answer:
+        node, drainer, view = self.node, self.parts.drainer, self.node.catalogue.view
+        now_s, landed, sent = time.time(), drainer.progress.landed_bytes, self.parts.replicator.sent_bytes
+        last_s, last_landed, last_sent = self._rate
+        elapsed_s = max(now_s - last_s, 1e-3)
+        if elapsed_s > 1:
+            self._rate = (now_s, landed, sent)
+        partners = node.partners()
+        pfs_state = "offline" if node.options.offline or node.pfs is None else node.pfs.state
+        errors = [{"path": "", "error": text, "node": node.name} for text in node.errors.values()]
+        for key, text in drainer.progress.errors.items():
+            op = view.op(key)
+            errors.append({"path": _text(op.path) if op else "", "error": text, "node": node.name})
+        shown = {e["path"] for e in errors}
+        for key, entry in view.items():
+            record = entry.record
+            if isinstance(record, Inode) and record.error:
+                path = self.parts.reader.path(int(key[2:], 16))
+                if path is not None and _text(path) not in shown:
+                    errors.append({"path": _text(path), "error": record.error, "node": record.origin})
+        return {
+            "done": True, **self.facts, "node": node.name, "job": node.options.job, "pid": os.getpid(),
+            "uptime_s": round(now_s - self.started_s, 1), "fsync": node.options.fsync, "route": node.options.route,
+            "nodes": [
+                {"name": a.name, "live": node.live(a.name), "host": a.host, "port": a.port} for a in node.options.nodes
+            ],
+            "partner": partners[0] if partners else None,
+            "protected": len(partners) >= node.replica_count,
+            "pfs_state": pfs_state, "pfs_error": getattr(node.pfs, "error", "") or "",
+            "staging_used": node.staging.used_bytes, "staging_limit": node.staging.limit_bytes,
+            "nvme_used": node.replicas.used_bytes if node.replicas is not None else 0,
+            "pending_bytes": drainer.pending_bytes(), "pending_ops": view.op_count,
+            "drain_bytes_s": round((landed - last_landed) / elapsed_s),
+            "replicate_bytes_s": round((sent - last_sent) / elapsed_s),
+            "failed": node.failed or None, "errors": errors,
+        }  # fmt: skip
+
+    def _checkpoint(self, found: Checkpoint) -> Answer:
+        records = [inode for _, _, inode in self.completeness.walk(found.fid)]
+        stage = min((self.node.boundary(i) for i in records), default=Boundary.PFS)
+        if any(piece.reason == "is being written" for piece in found.missing):
+            stage = Boundary.WRITING
+        return {
+            "path": _text(found.path), "format": found.format, "stage": stage.label,
+            "restartable": "no" if found.restartable is None else found.restartable.label,
+            "t_returned": _time(found.t_returned_s), "t_partner": _time(found.t_partner_s), "t_pfs": _time(found.t_pfs_s),
+            "t_restartable": _time(found.t_restartable_s), "files": found.files, "bytes": found.bytes,
+            "pending": found.pending,
+            "missing": [{"name": _text(p.name), "node": p.node, "reason": p.reason} for p in found.missing],
+            "error": found.error or None, "holders": list(found.holders),
+        }  # fmt: skip
+
+    def _file(self, path: str, inode: Inode, attributes: dict[str, str]) -> Answer:
+        answer: Answer = {
+            "path": path,
+            "size": inode.size,
+            "error": None,
+            "t_returned": None,
+            "t_partner": None,
+            "t_pfs": None,
+        }
+        for name, value in attributes.items():
+            answer[name.replace(".", "_")] = value
+        answer["holders"] = [h for h in attributes.get("holders", "").split(",") if h]
+        answer["generation"] = inode.gen
+        answer["pending"] = int(attributes.get("pending", "0"))
+        for name in ("origin", "digest", "route"):
+            answer.setdefault(name, "")
+        return answer
+
+    # ---- explain
+    async def _explain(self, request: Answer, send: Send) -> None:
+        path = str(request.get("path") or "")
+        fid, inode = await self._resolve(path)
+        attributes = await self.parts.attributes.of(fid)
+        pieces: list[Answer] = []
+        checkpoint = await self.completeness.checkpoint(fid) if inode.kind == "d" else None
+        for piece in checkpoint.missing if checkpoint is not None else ():
+            fix = (
+                "save the checkpoint again"
+                if "newer" in piece.reason or "bytes" in piece.reason
+                else "wait, or see its node"
+            )
+            pieces.append(
+                {
+                    "path": _text(piece.name),
+                    "node": piece.node,
+                    "boundary": "restartable",
+                    "reason": piece.reason,
+                    "fix": fix,
+                }
+            )
+        base = self.parts.reader.path(fid) or b""
+        for key, op, _ in self.node.catalogue.view.ops():
+            if op.kind == OpKind.DIRATTR or not (op.path == base or not base or op.path.startswith(base + b"/")):
+                continue
+            reason = self.parts.drainer.reason(key)
+            fix = (
+                "nothing: it goes on by itself"
+                if "next try" not in reason
+                else "mend what the error says; it is tried again"
+            )
+            pieces.append(
+                {
+                    "path": _text(op.path),
+                    "node": op.owner,
+                    "boundary": "pfs",
+                    "reason": f"its {op.kind} {reason}",
+                    "fix": fix,
+                }
+            )
+        if self.node.replica_count:
+            records = [(base, fid, inode)] if inode.kind == "f" else [
+                (n, f, i) for n, f, i in self.completeness.walk(fid)
+            ]  # fmt: skip
+            for name, _, record in records:
+                if self.node.boundary(record) in (Boundary.RETURNED, Boundary.LOST):
+                    reason = record.error or (
+                        "no live partner" if not self.node.partners() else "its replica is under way"
+                    )
+                    pieces.append({"path": _text(name), "node": record.origin, "boundary": "partner", "reason": reason,
+                                   "fix": "nothing: it goes on by itself"})  # fmt: skip
+        stage = attributes.get("stage", "pfs")
+        restartable = attributes.get("restartable")
+        summary = f"{path or '/'} is at {stage}" + (f", restartable: {restartable}" if restartable else "")
+        await send({"done": True, "path": path, "kind": "checkpoint" if checkpoint is not None else inode.kind,
+                    "stage": stage, "restartable": restartable, "pieces": pieces[:1000], "summary": summary})  # fmt: skip
+
+    # ---- wait
+    async def _wait(self, request: Answer, send: Send) -> None:
+        at = AT.get(str(request.get("at")))
+        if at is None:
+            await send({"done": True, "error": "--at is partner or pfs", "exit": EXIT_USAGE})
+            return
+        if at == Boundary.PARTNER and self.node.replica_count == 0:
+            await send({"done": True, "error": "this mount has no partner: wait --at pfs", "exit": EXIT_USAGE})
+            return
+        timeout = request.get("timeout_s")
+        path = str(request.get("path") or "")
+        reason = ""
+        with trio.move_on_after(float("inf") if timeout is None else float(timeout)):
+            while True:
+                reached, reason, progress = await self._reached(path, at)
+                if reached:
+                    await send({"done": True, "reached": True, "reason": "", "exit": 0})
+                    return
+                await send({"progress": progress})
+                await trio.sleep(POLL_S)
+        await send({"done": True, "reached": False, "reason": reason or "not reached in time", "exit": EXIT_TIMEOUT})
+
+    async def _reached(self, path: str, at: Boundary) -> tuple[bool, str, Answer]:
+        fid, inode = await self._resolve(path)
+        if inode.kind != "d":
+            stage = self.parts.attributes.stage(fid, inode)
+            done = stage >= at
+            return done, f"is at {stage.label}", _progress([(inode.size, done)])
+        checkpoint = await self.completeness.checkpoint(fid)
+        records = [(f, i) for _, f, i in self.completeness.walk(fid)]
+        done_list = [(i.size, self.parts.attributes.stage(f, i) >= at) for f, i in records]
+        progress = _progress(done_list)
+        if checkpoint is None:
+            done = all(done for _, done in done_list)
+            return done, "files below have not reached it", progress
+        if checkpoint.missing:
+            piece = checkpoint.missing[0]
+            return False, f"{_text(piece.name)} ({piece.node}): {piece.reason}", progress
+        done = checkpoint.restartable is not None and checkpoint.restartable >= at
+        now = "no" if checkpoint.restartable is None else checkpoint.restartable.label
+        return done, f"restartable: {now}", progress
+
+    # ---- latest
+    async def _latest(self, request: Answer, send: Send) -> None:
+        at = AT.get(str(request.get("at") or "returned"), Boundary.RETURNED)
+        below = request.get("below")
+        try:
+            fid, _ = await self._resolve(str(request.get("dir") or ""))
+            found = await self.completeness.below(fid)
+        except _NotFound as error:
+            await send({"done": True, "path": None, "certain": True, "reason": str(error)})
+            return
+        except CacheXError as error:
+            await send({"done": True, "path": None, "certain": False, "reason": str(error)})
+            return
+        unreadable = ""
+        for checkpoint in sorted(found, key=_newest, reverse=True):
+            step = step_of(_text(checkpoint.path).rpartition("/")[2])
+            if below is not None and (step is None or step >= int(below)):
+                continue
+            if checkpoint.restartable is not None and checkpoint.restartable >= at:
+                await send(
+                    {"done": True, "path": _text(checkpoint.path), "certain": not unreadable, "reason": unreadable}
+                )
+                return
+            cannot = [p for p in checkpoint.missing if "cannot be read" in p.reason]
+            if cannot:
+                unreadable = f"{_text(checkpoint.path)}: {cannot[0].reason}"
+        reason = unreadable or "no checkpoint there can be restarted from at that boundary"
+        await send({"done": True, "path": None, "certain": not unreadable, "reason": reason})
+
+    # ---- umount
+    async def _umount(self, request: Answer, send: Send) -> None:
+        timeout = request.get("timeout_s")
+        self.abandon = bool(request.get("abandon"))
+        failed = await self.parts.files.publish_all()
+        left: list[Answer] = [{"path": "", "reason": text} for text in failed]
+        deadline_s = trio.current_time() + (float("inf") if timeout is None else float(timeout))
+        if not self.abandon:
+            while trio.current_time() < deadline_s and self._undrained():
+                await send({"progress": self._left()})
+                await trio.sleep(POLL_S)
+        left += [
+            {"path": _text(op.path), "reason": f"{op.kind} {self.parts.drainer.reason(key)}"}
+            for key, op in self._undrained()
+        ]
+        if self.leaving is not None and not self.abandon and not left:
+            async for _ in self.leaving(deadline_s):
+                await send({"progress": self._left()})
+        self.facts["left"] = len(left)
+        await send({"done": True, "left": left})
+        self.stop_requested.set()
+
+    def _undrained(self) -> list[tuple[bytes, Any]]:
+        return self.parts.drainer.own_pending()
+
+    def _left(self) -> Answer:
+        pending = self._undrained()
+        return {
+            "bytes_left": sum(op.size for _, op in pending if op.kind == OpKind.PUT), "ops_left": len(pending),
+            "files": [_text(op.path) for _, op in pending[:20]],
+        }  # fmt: skip
+
+    async def _sources(self, request: Answer, send: Send) -> None:
+        prefix = os.fsencode(str(request.get("path") or ""))
+        files = [
+            {"path": _text(path), "sources": dict(sources)}
+            for path, sources in self.parts.reader.sources.items()
+            if path.startswith(prefix)
+        ]
+        await send({"done": True, "files": files})
+
+
+class _NotFound(CacheXError):
+    """A path that is not in the mount: certainly so."""
+
+    exit_code = EXIT_NO
+
+
+def _time(time_s: float) -> str | None:
+    return rfc3339(time_s) if time_s else None
+
+
+def _progress(items: list[tuple[int, bool]]) -> Answer:
+    return {
+        "bytes_done": sum(size for size, done in items if done), "bytes_total": sum(size for size, _ in items),
+        "files_done": sum(done for _, done in items), "files_total": len(items),
+    }  # fmt: skip
+
+
+def _newest(checkpoint: Checkpoint) -> tuple[int, float, bytes]:
+    step = step_of(_text(checkpoint.path).rpartition("/")[2])
+    return (-1 if step is None else step, checkpoint.first_s, checkpoint.path)

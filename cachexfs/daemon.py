@@ -1,0 +1,576 @@
+"""The daemon: one per mount; puts engine, adaptors and front end together and takes them apart.
+
+Role: the only module that knows all of them. Started by ``cachexfs mount`` with its options as JSON on standard input;
+says on ``--ready-fd`` when the mount answers, or why it does not.
+
+Concurrency: two nested nurseries. The outer one holds what must outlive the mount (catalogue, peers, PFS children,
+replication, drain): after the unmount it goes on until nothing is pending or the time is over. The inner one holds FUSE.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import random
+import signal
+import sys
+from collections import OrderedDict
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pyfuse3
+import trio
+
+from cachexfs import config
+from cachexfs.adapters import staging as staging_adapter
+from cachexfs.adapters.catalogue_builtin import BuiltinCatalogue
+from cachexfs.adapters.catalogue_etcd import EtcdCatalogue
+from cachexfs.adapters.clock import ReferenceClock
+from cachexfs.adapters.etcd_client import Endpoint
+from cachexfs.adapters.etcd_server import TXN_OPS_MAX, EtcdServer, Member
+from cachexfs.adapters.file_digest import digest_file
+from cachexfs.adapters.job_tls import JobAuthority
+from cachexfs.adapters.peer_client import PeerClients
+from cachexfs.adapters.peer_server import PeerServer
+from cachexfs.adapters.pfs_pool import PfsPool
+from cachexfs.adapters.replica_store import ReplicaStore
+from cachexfs.adapters.staging import Staging
+from cachexfs.config import MountOptions
+from cachexfs.control_server import ControlServer
+from cachexfs.core import manifest as manifests
+from cachexfs.core import namespace
+from cachexfs.core import records as rec
+from cachexfs.core.namespace import NewAttrs
+from cachexfs.core.records import FORMAT_VERSION, ROOT_FID, Job, Life
+from cachexfs.core.replica import Tx
+from cachexfs.core.stages import make_stage
+from cachexfs.engine import recover
+from cachexfs.engine.attributes import Attributes
+from cachexfs.engine.completeness import Completeness
+from cachexfs.engine.content import Reader
+from cachexfs.engine.drain import Drainer
+from cachexfs.engine.files import Files, Vnode
+from cachexfs.engine.filesystem import Filesystem, Parts
+from cachexfs.engine.hold import Keeper
+from cachexfs.engine.interfaces import Catalogue
+from cachexfs.engine.node import Node
+from cachexfs.engine.pfs_import import Importer
+from cachexfs.engine.recover import Takeover
+from cachexfs.engine.replicate import Replicator
+from cachexfs.errors import EXIT_CANNOT_TELL, EXIT_NOT_DURABLE, CacheXError, CannotTellError, PeerError, UsageError
+from cachexfs.frontend.fuse import TASKS_MAX, Operations
+
+log = logging.getLogger("cachexfs.daemon")
+
+PFS_PROBE_S = 20.0
+CLOCK_INTERVAL_S = 30.0
+ETCD_MEMBERS_MAX = 3
+ALONE_TIMEOUT_S = 60.0  # kernel caching of names and attributes where nobody else can change them
+
+
+class HeldReplicas:
+    """``ReplicaHolder`` on the replica store."""
+
+    def __init__(self, store: ReplicaStore) -> None:
+        self._store = store
+        self.store = store.identity
+
+    def path(self, stage: str, size: int) -> str | None:
+        """See ``ReplicaHolder``."""
+        committed = self._store.committed(stage)
+        return committed.path if committed is not None and committed.manifest.size >= size else None
+
+    def stages(self) -> list[str]:
+        """See ``ReplicaHolder``."""
+        return [manifest.stage for manifest in self._store.list()]
+
+    async def drop(self, stage: str) -> None:
+        """See ``ReplicaHolder``."""
+        await self._store.drop(stage)
+
+    @property
+    def used_bytes(self) -> int:
+        """See ``ReplicaHolder``."""
+        return self._store.used_bytes
+
+
+class Source(Reader):
+    """``ContentSource``: reading, sending ahead and room, as open files need them."""
+
+    keeper: Keeper
+    replicator: Replicator
+
+    def new_stage(self, fid: int, gen: int) -> str:
+        """See ``ContentSource``."""
+        return make_stage(fid, gen, random.getrandbits(32))
+
+    def grown(self, vnode: Vnode) -> None:
+        """See ``ContentSource``."""
+        self.replicator.grown(vnode)
+
+    def make_room(self, length: int) -> bool:
+        """See ``ContentSource``."""
+        return self.keeper.make_room(length)
+
+    async def room_freed(self) -> None:
+        """See ``ContentSource``."""
+        await self.keeper.room_freed()
+
+
+class Daemon:
+    """One mount's life."""
+
+    def __init__(self, options: MountOptions, ready_fd: int) -> None:
+        self.options = options
+        self._ready_fd = ready_fd
+        self.clock = ReferenceClock()
+        self.staging = Staging(self._staging_directory(), options.memory)
+        self._own_tmpfs = options.staging is None and os.geteuid() == 0
+        self.etcd: EtcdServer | None = None
+        self._registry: Path | None = None
+        self._manifests: OrderedDict[str, bytes] = OrderedDict()
+        self._external_umount = False
+        self._services = trio.CancelScope()
+        self.exit_code = 0
+
+    def _staging_directory(self) -> str:
+        if self.options.staging is not None:
+            return self.options.staging
+        name = config.mount_id(self.options.mountpoint, self.options.node)
+        if os.geteuid() == 0:
+            directory = f"{self.options.runtime_dir or config.default_runtime_dir()}/staging/{name}"
+            staging_adapter.mount_tmpfs(directory, self.options.memory)
+            return directory
+        return f"/dev/shm/cachexfs-{os.geteuid()}-{name}"
+
+    # ---- start
+    async def run(self) -> int:
+        """Mount, serve, unmount; returns the exit code."""
+        self.staging.open()
+        async with trio.open_nursery() as services:
+            self._services = services.cancel_scope
+            catalogue = await self._start_catalogue(services)
+            node = Node(self.options, self.options.node, catalogue, self.staging, self.clock, digest_file)
+            await self._start_pfs(services, node)
+            store = await self._start_replicas(node)
+            await self._register(node, catalogue)
+            parts, completeness, takeover = self._build(node, catalogue)
+            await self._start_peers(services, node, store)
+            await recover.adopt(node, parts.keeper)
+            parts.drainer.load()
+            for task in (parts.replicator.run, parts.drainer.run, parts.keeper.run, takeover.run):
+                services.start_soon(task)
+            services.start_soon(self._keep_clock, node)
+            await self._serve(services, parts, completeness)
+            services.cancel_scope.cancel()
+        await self._end(catalogue)
+        return self.exit_code
+
+    async def _start_catalogue(self, services: trio.Nursery) -> Catalogue:
+        options = self.options
+        if options.alone:
+            builtin = BuiltinCatalogue(self.staging.directory)
+            await services.start(builtin.run)
+            return builtin
+        secret = self._secret()
+        assert options.nvme is not None
+        own = next(n for n in options.nodes if n.name == options.node)
+        directory = Path(options.nvme) / _safe(options.job) / _safe(options.node)
+        tls = JobAuthority(secret, options.job).issue(directory / "tls", options.node, [own.host])
+        if options.catalogue:
+            endpoints = [_endpoint(text) for text in options.catalogue]
+            context, operations = None, 128
+        else:
+            members = [Member(n.name, n.host, n.port + 1, n.port + 2) for n in _etcd_nodes(options)]
+            if options.node in [m.name for m in members]:
+                self.etcd = EtcdServer(members, options.node, directory / "etcd", options.job, tls)
+                await services.start(self.etcd.run, lambda text: log.error("%s", text))
+            members.sort(key=lambda m: m.name != options.node)
+            endpoints = [Endpoint(m.host, m.client_port) for m in members]
+            context, operations = tls.client_context(), TXN_OPS_MAX
+        etcd = EtcdCatalogue(
+            endpoints, options.job, options.node, life=Life(options.node, os.urandom(8).hex()), tls=context,
+            outage_limit_s=options.fsync_timeout_s, node_timeout_s=options.node_timeout_s, txn_ops_max=operations,
+        )  # fmt: skip
+        await services.start(etcd.run)
+        return etcd
+
+    def _secret(self) -> bytes:
+        if self.options.secret_file is None:
+            raise UsageError("several nodes need a shared secret: -o secret=FILE")
+        try:
+            return Path(self.options.secret_file).read_bytes().strip()
+        except OSError as error:
+            raise UsageError(f"secret file {self.options.secret_file}: {error.strerror}") from error
+
+    async def _start_pfs(self, services: trio.Nursery, node: Node) -> None:
+        if self.options.offline:
+            return
+        pool = PfsPool(
+            self.options.pfs, drain_workers=self.options.drain_workers, verify=self.options.verify,
+            bandwidth_bytes_s=self.options.drain_bandwidth or 0,
+        )  # fmt: skip
+        await services.start(pool.serve)
+        node.pfs = pool
+        try:
+            with trio.fail_after(PFS_PROBE_S):
+                await pool.probe()
+        except (OSError, trio.TooSlowError) as error:
+            why = error.strerror if isinstance(error, OSError) else "no answer"
+            raise CannotTellError(
+                f"the PFS directory {self.options.pfs} does not answer: {why}; mount it, or use -o offline"
+            ) from error
+
+    async def _start_replicas(self, node: Node) -> ReplicaStore | None:
+        if self.options.alone or self.options.nvme is None:
+            return None
+        directory = Path(self.options.nvme) / _safe(self.options.job) / _safe(self.options.node) / "replicas"
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        store = await ReplicaStore.open(str(directory))
+        node.replicas = HeldReplicas(store)
+        return store
+
+    async def _register(self, node: Node, catalogue: Catalogue) -> None:
+        """Say who and where this node is; the first one makes the root and names the reference clock."""
+        options = self.options
+        own = next((n for n in options.nodes if n.name == options.node), None)
+        index = [n.name for n in options.nodes].index(options.node) if own is not None else 0
+        record = rec.Node(
+            options.node, own.host if own else "", own.port if own else 0, index, self.staging.store,
+            node.replicas.store if node.replicas is not None else "", options.domains.get(options.node, options.node),
+        )  # fmt: skip
+        ctx = node.ctx()
+        attrs = NewAttrs(0o755, os.geteuid(), os.getegid())
+        if node.pfs is not None:
+            found = await node.pfs.stat(b"", PFS_PROBE_S)
+            attrs = NewAttrs(found.mode, found.uid, found.gid)
+
+        def register(tx: Tx) -> None:
+            job = tx.read(rec.JOB_KEY)
+            if not isinstance(job, Job):
+                tx.put(rec.JOB_KEY, Job(FORMAT_VERSION, ROOT_FID, options.node, node.replica_count))
+            elif job.replicas != node.replica_count:
+                raise UsageError(f"the job's other nodes keep {job.replicas} replicas: use -o replicas={job.replicas}")
+            tx.put(rec.node_key(options.node), record)
+            namespace.join_root(tx, ctx, attrs, imported=node.pfs is None)
+
+        await catalogue.mutate(register)
+        if options.alone:
+            await catalogue.mutate(lambda tx: tx.put(rec.life_key(options.node), Life(options.node, "")))
+
+    def _build(self, node: Node, catalogue: Catalogue) -> tuple[Parts, Completeness, Takeover]:
+        source = Source(node)
+        files = Files(node, source)
+        replicator = Replicator(node, files, source)
+        drainer = Drainer(node, files, source)
+        keeper = Keeper(node, files)
+        completeness = Completeness(node, files, source)
+        takeover = Takeover(node)
+        source.keeper, source.replicator = keeper, replicator
+        node.members = completeness.members_of
+        drainer.on_landed = keeper.landed
+        for listener in (keeper.notice, replicator.notice, drainer.notice, takeover.notice):
+            catalogue.listen(listener)
+        attributes = Attributes(node, files, completeness)
+        parts = Parts(node, files, source, replicator, drainer, keeper, Importer(node, source), attributes)
+        return parts, completeness, takeover
+
+    async def _start_peers(self, services: trio.Nursery, node: Node, store: ReplicaStore | None) -> None:
+        options = self.options
+        if store is None:
+            return
+        addresses = {n.name: (n.host, n.port) for n in options.nodes}
+
+        def resolve(name: str) -> tuple[str, int]:
+            if name not in addresses:
+                raise PeerError(f"{name} is not a node of this job")
+            return addresses[name]
+
+        secret = self._secret()
+        server = PeerServer(
+            node=options.node, job=options.job, secret=secret, store=store, is_member=lambda name: name in addresses,
+            open_copy=self._open_memory, memory_manifest=lambda stage: self._memory_manifest(node, stage),
+            now_s=self.clock.now_s,
+        )  # fmt: skip
+        host, port = (
+            options.listen_host or addresses[options.node][0],
+            options.listen_port or addresses[options.node][1],
+        )
+        try:
+            await services.start(server.serve, host, port)
+        except OSError as error:
+            raise UsageError(
+                f"cannot listen on {host}:{port}: {error.strerror}; choose another with -o listen="
+            ) from error
+        node.peers = PeerClients(node=options.node, job=options.job, secret=secret, resolve=resolve)
+
+    def _open_memory(self, stage: str) -> tuple[int, int] | None:
+        if not self.staging.has(stage):
+            return None
+        fd = self.staging.open_file(stage)
+        return fd, os.fstat(fd).st_size
+
+    def _memory_manifest(self, node: Node, stage: str) -> bytes | None:
+        """Manifest of a staged content, computed at the first question and kept."""
+        if not self.staging.has(stage):
+            return None
+        fid = int(stage.partition(".")[0], 16)
+        content, inode = node.catalogue.view.generation(fid), node.catalogue.view.inode(fid)
+        if content is None or inode is None or content.stage != stage:
+            return None
+        key = f"{stage}-{content.size}"
+        if key not in self._manifests:
+            fd = self.staging.open_file(stage)
+            try:
+                digests = digest_file(fd, content.size)
+            finally:
+                os.close(fd)
+            manifest = manifests.Manifest(
+                fid=fid, path=b"", stage=stage, size=content.size, digest=digests[0], tree=digests[1],
+                blocks=b"".join(digests[2]), mode=inode.mode, uid=inode.uid, gid=inode.gid, mtime_ns=inode.mtime_ns,
+                atime_ns=inode.atime_ns, gen=content.gen, origin=content.origin, revision=0, published=True,
+            )  # fmt: skip
+            self._manifests[key] = manifests.encode(manifest)
+            while len(self._manifests) > 1024:
+                self._manifests.popitem(last=False)
+        return self._manifests[key]
+
+    async def _keep_clock(self, node: Node) -> None:
+        """Keep the offset to the reference node's clock."""
+        while True:
+            job = node.catalogue.view.job
+            if job is not None and node.peers is not None and job.clock_node != node.name:
+                try:
+                    with trio.fail_after(5):
+                        theirs_s = await node.peers.ping(job.clock_node)
+                        self.clock.offset_s += theirs_s - self.clock.now_s()
+                except (CacheXError, OSError, trio.TooSlowError) as error:
+                    log.debug("the reference clock of %s does not answer: %s", job.clock_node, error)
+            await trio.sleep(CLOCK_INTERVAL_S)
+
+    # ---- serve
+    async def _serve(self, services: trio.Nursery, parts: Parts, completeness: Completeness) -> None:
+        options = self.options
+        facts: dict[str, Any] = {
+            "mountpoint": options.mountpoint, "pfs": options.pfs, "kernel": "handler", "supervisor": "off",
+            "kernel_reason": "passthrough is not built into this release's daemon",
+            "catalogue": "builtin" if options.alone else "etcd",
+        }  # fmt: skip
+        control = ControlServer(parts, completeness, facts)
+        control.leaving = None if options.alone else lambda deadline_s: self._leave(parts.node, deadline_s)
+        filesystem = Filesystem(parts)
+        operations = Operations(
+            filesystem, timeout_s=ALONE_TIMEOUT_S if options.alone else 0.0, hide_xattrs=options.hide_xattrs
+        )
+        self._mount(operations)
+        registry = Path(options.runtime_dir or config.default_runtime_dir())
+        name = config.mount_id(options.mountpoint, options.node)
+        socket = str(registry / f"{name}.sock")
+        await services.start(control.serve, socket)
+        self._write_registry(registry / f"{name}.json", socket)
+        services.start_soon(self._watch_signals, control)
+        services.start_soon(self._say_ready)
+        services.start_soon(self._stop_when_asked, control)
+        await pyfuse3.main(min_tasks=2, max_tasks=TASKS_MAX)
+        pyfuse3.close(unmount=not self._external_umount)
+        if not control.stop_requested.is_set():
+            await self._drain_unmounted(parts)
+
+    def _mount(self, operations: Operations) -> None:
+        options = self.options
+        fuse_options = set(pyfuse3.default_options) | {f"fsname={_fsname(options.pfs)}", "subtype=cachexfs"}
+        fuse_options.discard("nonempty")
+        if options.allow_other:
+            fuse_options.add("allow_other")
+        fuse_options.add("default_permissions")
+        try:
+            pyfuse3.init(operations, options.mountpoint, fuse_options)
+        except RuntimeError as error:
+            raise CannotTellError(
+                f"FUSE did not mount {options.mountpoint}: {error}; see {options.log_file or 'the messages above'}"
+            ) from error
+
+    def _write_registry(self, path: Path, socket: str) -> None:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._registry = path
+        entry = {
+            "mountpoint": self.options.mountpoint, "pfs": self.options.pfs, "node": self.options.node,
+            "job": self.options.job, "pid": os.getpid(), "device": _device(self.options.mountpoint), "socket": socket,
+            "log": self.options.log_file or "", "started_s": self.clock.now_s(),
+        }  # fmt: skip
+        temporary = path.with_suffix(".tmp")
+        temporary.write_text(json.dumps(entry))
+        temporary.replace(path)
+
+    async def _say_ready(self) -> None:
+        tell(self._ready_fd, {"ok": True})
+        log.info("mounted %s on %s", self.options.pfs, self.options.mountpoint)
+
+    async def _watch_signals(self, control: ControlServer) -> None:
+        with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT, signal.SIGHUP) as signals:
+            async for number in signals:
+                log.warning("signal %s: unmounting; what is not on the PFS yet stays in staging", number)
+                failed = await control.parts.files.publish_all()
+                for text in failed:
+                    log.error("not published: %s", text)
+                if failed or control.parts.drainer.own_pending():
+                    self.exit_code = EXIT_NOT_DURABLE
+                    control.facts["left"] = 1
+                control.stop_requested.set()
+
+    async def _stop_when_asked(self, control: ControlServer) -> None:
+        await control.stop_requested.wait()
+        if control.facts.get("left") or control.abandon:
+            self.exit_code = EXIT_NOT_DURABLE
+        await trio.sleep(0.05)  # the answer to ``umount`` leaves first
+        pyfuse3.terminate()
+
+    async def _drain_unmounted(self, parts: Parts) -> None:
+        """umount(8) cannot drain: go on without the mount until everything is on the PFS."""
+        log.warning("unmounted from outside: draining %d operations before the end", len(parts.drainer.own_pending()))
+        failed = await parts.files.publish_all()
+        if failed:
+            self.exit_code = EXIT_NOT_DURABLE
+        while parts.drainer.own_pending():
+            await trio.sleep(0.2)
+
+    async def _leave(self, node: Node, deadline_s: float) -> AsyncIterator[None]:
+        """This node is done: go on serving the others until all of them are."""
+
+        def mark(tx: Tx) -> None:
+            record = tx.read(rec.node_key(node.name))
+            if isinstance(record, rec.Node):
+                tx.put(rec.node_key(node.name), msgspec.structs.replace(record, leaving=True))
+
+        await node.catalogue.mutate(mark)
+        view = node.catalogue.view
+        while trio.current_time() < deadline_s:
+            if all(record.leaving for name, record in view.nodes.items() if view.is_live(name)):
+                return
+            yield
+            await trio.sleep(0.1)
+
+    # ---- end
+    async def _end(self, catalogue: Catalogue) -> None:
+        """After the unmount: with nothing left, the fast tiers are given back; else they are kept for recovery."""
+        self.staging.close()
+        clean = self.exit_code == 0
+        if self._registry is not None:
+            self._registry.unlink(missing_ok=True)
+            self._registry.with_suffix(".sock").unlink(missing_ok=True)
+        if not clean:
+            log.error("the end, with data that is not on the PFS: mount again with the same options to go on")
+            return
+        if isinstance(catalogue, BuiltinCatalogue):
+            catalogue.close()
+        if self.etcd is not None:
+            await self.etcd.stop()
+        _remove_tree(self.staging.directory)
+        if not self.options.alone and self.options.nvme is not None:
+            _remove_tree(Path(self.options.nvme) / _safe(self.options.job) / _safe(self.options.node))
+        if self._own_tmpfs:
+            staging_adapter.unmount_tmpfs(str(self.staging.directory))
+        log.info("the end: everything is on the PFS")
+
+
+def _remove_tree(directory: Path) -> None:
+    for path in sorted(directory.rglob("*"), key=lambda p: len(p.parts), reverse=True):
+        try:
+            path.rmdir() if path.is_dir() and not path.is_symlink() else path.unlink()
+        except OSError as error:
+            log.warning("left behind: %s: %s", path, error)
+    try:
+        directory.rmdir()
+    except OSError:
+        return  # a mount point, or shared with others
+
+
+def _safe(name: str) -> str:
+    """A job's or node's name as one component of a path."""
+    return "".join(c if c.isalnum() or c in "._-" else "_" for c in name).lstrip(".") or "_"
+
+
+def _fsname(pfs: str) -> str:
+    return pfs.replace("\\", "_").replace(",", "_")
+
+
+def _endpoint(text: str) -> Endpoint:
+    host, _, port = text.removeprefix("https://").removeprefix("http://").rpartition(":")
+    return Endpoint(host.strip("[]"), int(port))
+
+
+def _etcd_nodes(options: MountOptions) -> list[config.NodeAddress]:
+    """Up to three nodes, in different failure domains as far as there are several."""
+    chosen: list[config.NodeAddress] = []
+    seen: set[str] = set()
+    for again in (False, True):
+        for node in options.nodes:
+            domain = options.domains.get(node.name, node.name)
+            if len(chosen) < ETCD_MEMBERS_MAX and node not in chosen and (again or domain not in seen):
+                chosen.append(node)
+                seen.add(domain)
+    return chosen
+
+
+def _device(mountpoint: str) -> str:
+    """major:minor of a mount, read from the kernel's table without touching the mount."""
+    found = ""
+    with open("/proc/self/mountinfo", "rb") as table:
+        for line in table:
+            fields = line.split(b" ")
+            if fields[4].decode("unicode_escape").encode("latin-1") == os.fsencode(mountpoint):
+                found = fields[2].decode()
+    return found
+
+
+def tell(fd: int, message: dict[str, Any]) -> None:
+    """Say on the ready descriptor how the start went; only the first message counts."""
+    if fd < 0:
+        return
+    try:
+        os.write(fd, json.dumps(message).encode() + b"\n")
+        os.close(fd)
+    except OSError:
+        return  # said already, or nobody listens any more
+
+
+def first_error(group: BaseException) -> BaseException:
+    """The first real error inside nested exception groups."""
+    while isinstance(group, BaseExceptionGroup):
+        group = group.exceptions[0]
+    return group
+
+
+def main() -> int:
+    """``python -m cachexfs.daemon --ready-fd N`` with the options on standard input."""
+    parser = argparse.ArgumentParser(prog="cachexfs.daemon")
+    parser.add_argument("--ready-fd", type=int, default=-1)
+    arguments = parser.parse_args()
+    options = msgspec.json.decode(sys.stdin.buffer.read(), type=MountOptions)
+    logging.basicConfig(
+        filename=options.log_file, level=options.log_level.upper(),
+        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+    )  # fmt: skip
+    logging.getLogger("httpx").setLevel(logging.WARNING)
+    logging.getLogger("httpcore").setLevel(logging.WARNING)
+    daemon = Daemon(options, arguments.ready_fd)
+    try:
+        return trio.run(daemon.run)
+    except BaseException as group:
+        error = first_error(group)
+        if isinstance(error, CacheXError):
+            log.error("%s", error)
+            tell(arguments.ready_fd, {"ok": False, "error": str(error), "exit": error.exit_code})
+            return error.exit_code
+        log.exception("the daemon ended")
+        why = f"{type(error).__name__}: {error}"
+        tell(arguments.ready_fd, {"ok": False, "error": why, "exit": EXIT_CANNOT_TELL})
+        return EXIT_CANNOT_TELL
+
+
+if __name__ == "__main__":
+    sys.exit(main())

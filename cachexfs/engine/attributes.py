@@ -1,0 +1,120 @@
+"""The extended attributes ``user.cachex.*``: how far each file and checkpoint has got.
+
+Role: turns catalogue and completeness into the values of the user's contract. Values are computed when asked.
+"""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+
+from cachexfs.core.boundary import Boundary
+from cachexfs.core.records import ROOT_FID, Inode
+from cachexfs.engine.completeness import Checkpoint, Completeness
+from cachexfs.engine.files import Files
+from cachexfs.engine.node import Node
+
+PREFIX = b"user.cachex."
+MISSING_SHOWN_MAX = 64
+
+
+def rfc3339(time_s: float) -> str:
+    """UTC with microseconds."""
+    return datetime.fromtimestamp(time_s, UTC).isoformat(timespec="microseconds").replace("+00:00", "Z")
+
+
+class Attributes:
+    """Computes attribute values."""
+
+    def __init__(self, node: Node, files: Files, completeness: Completeness) -> None:
+        self.node = node
+        self.files = files
+        self.completeness = completeness
+
+    def stage(self, fid: int, inode: Inode) -> Boundary:
+        """Boundary of one file as this node sees it, WRITING between a write and its publication."""
+        vnode = self.files.known(fid)
+        if inode.writing or (vnode is not None and vnode.dirty):
+            return Boundary.WRITING
+        return self.node.boundary(inode)
+
+    async def of(self, fid: int) -> dict[str, str]:
+        """All attributes of a file or directory, without the prefix. Empty for what has none."""
+        inode = self.node.catalogue.view.inode(fid)
+        if inode is None:
+            return {}
+        if inode.kind == "d":
+            return await self._directory(fid)
+        if inode.kind == "f":
+            return self._file(fid, inode)
+        return {"stage": "pfs" if self.node.on_pfs(inode) else "returned"}
+
+    def _file(self, fid: int, inode: Inode) -> dict[str, str]:
+        node = self.node
+        generation = node.catalogue.view.generation(fid)
+        stage = self.stage(fid, inode)
+        on_pfs = node.on_pfs(inode)
+        found = {"stage": stage.label, "eta.partner": "unknown", "eta.pfs": "unknown"}
+        if on_pfs:
+            found["eta.pfs"] = "p50=0 p95=0"
+        if stage >= Boundary.PARTNER:
+            found["eta.partner"] = "p50=0 p95=0"
+        for name, time_s in (("returned", inode.t_returned_s), ("partner", inode.t_partner_s), ("pfs", inode.t_pfs_s)):
+            if time_s:
+                found[f"t.{name}"] = rfc3339(time_s)
+        holders = [f"{copy.node}:{copy.tier}" for copy in node.live_copies(inode)] + (["pfs"] if on_pfs else [])
+        found["holders"] = ",".join(holders)
+        found["origin"] = inode.origin or "pfs"
+        found["route"] = "direct" if node.replica_count == 0 else "partner"
+        found["generation"] = str(inode.gen)
+        found["pending"] = str(0 if on_pfs else inode.size)
+        if generation is not None and generation.digest:
+            found["digest"] = f"xxh3_128:{generation.digest.hex()}"
+        error = inode.error or node.errors.get(f"conflict:{fid:x}", "")
+        if stage == Boundary.LOST:
+            error = error or "no live copy: every holder is lost and it is not on the PFS"
+        if error:
+            found["error"] = error
+        return found
+
+    async def _directory(self, fid: int) -> dict[str, str]:
+        weakest, pending, error = Boundary.PFS, 0, ""
+        for _, child, inode in self.completeness.walk(fid):
+            weakest = min(weakest, self.stage(child, inode) if inode.kind == "f" else self.node.boundary(inode))
+            if not self.node.on_pfs(inode):
+                pending += inode.size
+            error = error or inode.error
+        found = {"stage": weakest.label, "pending": str(pending), "eta.partner": "unknown", "eta.pfs": "unknown"}
+        if error:
+            found["error"] = error
+        checkpoint = await self.completeness.checkpoint(fid)
+        if checkpoint is not None:
+            self._checkpoint(checkpoint, found)
+        else:
+            risk = await self.at_risk_s(fid)
+            if risk is not None:
+                found["at_risk_s"] = f"{risk:.0f}"
+            elif fid == ROOT_FID:
+                found["at_risk_s"] = "unknown"
+        return found
+
+    def _checkpoint(self, checkpoint: Checkpoint, found: dict[str, str]) -> None:
+        found["restartable"] = "no" if checkpoint.restartable is None else checkpoint.restartable.label
+        times = {
+            "returned": checkpoint.t_returned_s, "partner": checkpoint.t_partner_s, "pfs": checkpoint.t_pfs_s,
+            "restartable": checkpoint.t_restartable_s,
+        }  # fmt: skip
+        found.update({f"t.{name}": rfc3339(time_s) for name, time_s in times.items() if time_s})
+        if checkpoint.missing:
+            shown = [
+                f"{piece.name.decode(errors='backslashreplace')} ({piece.node or 'unknown node'}: {piece.reason})"
+                for piece in checkpoint.missing[:MISSING_SHOWN_MAX]
+            ]
+            more = len(checkpoint.missing) - len(shown)
+            found["missing"] = "; ".join(shown) + (f"; and {more} more" if more > 0 else "")
+
+    async def at_risk_s(self, fid: int) -> float | None:
+        """Seconds of training since the first write of the newest checkpoint that survives the loss of a node."""
+        least = Boundary.PARTNER
+        safe = [c for c in await self.completeness.below(fid) if c.restartable is not None and c.restartable >= least]
+        newest = max((c.first_s for c in safe), default=0.0)
+        return max(0.0, self.node.clock.now_s() - newest) if newest else None

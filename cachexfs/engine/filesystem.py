@@ -1,0 +1,444 @@
+"""The filesystem's operations, without FUSE: what the front end calls and a test can call without a mount.
+
+Role: each operation brings the view up to date (``barrier``), imports what it touches for the first time, reads the
+catalogue's replica or changes it by one mutation, and returns plain values. Errors are ``FsError``.
+
+Concurrency: operations run interleaved; whatever two of them could do to each other is decided by the catalogue's
+transactions or by the locks of ``files``.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import trio
+
+from cachexfs.core import namespace
+from cachexfs.core.boundary import Boundary
+from cachexfs.core.namespace import NewAttrs
+from cachexfs.core.order import parent_of
+from cachexfs.core.records import FID_STEP, Inode, OpKind
+from cachexfs.core.replica import Tx
+from cachexfs.engine.attributes import PREFIX, Attributes
+from cachexfs.engine.content import Reader
+from cachexfs.engine.drain import Drainer
+from cachexfs.engine.files import Files, Handle, Vnode, attrs_of
+from cachexfs.engine.hold import Keeper
+from cachexfs.engine.node import Node
+from cachexfs.engine.pfs_import import Importer
+from cachexfs.engine.replicate import Replicator
+from cachexfs.errors import CacheXError, CatalogueUnavailableError, FsError, NotDurableError
+
+log = logging.getLogger(__name__)
+
+BLKSIZE = 128 << 10  # Python's buffer size: with 1 MiB every 4 KiB tail read of a load would read 1 MiB
+COMMIT_BYTES_MAX = 64 << 20  # a rename waits for the partner's copy of files up to this size
+
+
+@dataclass(frozen=True, slots=True)
+class Attr:
+    """What stat(2) shows. Times in ns, size in bytes, ``blocks`` of 512 bytes."""
+
+    ino: int
+    kind: str
+    mode: int
+    nlink: int
+    uid: int
+    gid: int
+    rdev: int
+    size: int
+    blocks: int
+    atime_ns: int
+    mtime_ns: int
+    ctime_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """The engine's parts that operations use."""
+
+    node: Node
+    files: Files
+    reader: Reader
+    replicator: Replicator
+    drainer: Drainer
+    keeper: Keeper
+    importer: Importer
+    attributes: Attributes
+
+
+class Filesystem:
+    """The operations."""
+
+    def __init__(self, parts: Parts) -> None:
+        self.parts = parts
+        self.node = parts.node
+        self.files = parts.files
+        self._waiting = 0
+
+    # ---- helpers
+    async def _current(self, ino: int | None = None) -> None:
+        """See everything that had returned on any node; an outage is EIO."""
+        try:
+            await self.node.catalogue.barrier()
+        except CatalogueUnavailableError as error:
+            raise FsError(errno.EIO, str(error)) from error
+        if ino is not None:
+            await self.parts.importer.ensure(ino // FID_STEP * FID_STEP)
+
+    async def _mutate(self, function: Callable[[Tx], object]) -> object:
+        try:
+            return await self.node.catalogue.mutate(function)
+        except CatalogueUnavailableError as error:
+            raise FsError(errno.EIO, str(error)) from error
+
+    def _attr(self, fid: int, inode: Inode, vnode: Vnode | None = None) -> Attr:
+        view = self.node.catalogue.view
+        if inode.kind == "d":
+            times = view.dir_times(fid)
+            mtime, ctime = (
+                (times.mtime_ns, max(times.ctime_ns, inode.ctime_ns)) if times else (inode.mtime_ns, inode.ctime_ns)
+            )
+            return Attr(
+                fid,
+                "d",
+                inode.mode,
+                2 + view.subdirs(fid),
+                inode.uid,
+                inode.gid,
+                0,
+                4096,
+                8,
+                inode.atime_ns,
+                mtime,
+                ctime,
+            )
+        size, mtime = attrs_of(inode, vnode)
+        if vnode is not None and not vnode.dirty and vnode.content.gen != inode.gen:
+            size = vnode.content.size
+        ino = vnode.ino if vnode is not None else fid
+        blocks = -(-size // 512)
+        if vnode is not None and vnode.dirty and vnode.fd >= 0:
+            blocks = os.fstat(vnode.fd).st_blocks
+        return Attr(
+            ino, inode.kind, inode.mode, inode.nlink, inode.uid, inode.gid, inode.rdev, size, blocks,
+            inode.atime_ns, mtime, max(inode.ctime_ns, mtime if vnode is not None and vnode.dirty else 0),
+        )  # fmt: skip
+
+    def _entry(self, fid: int, kind: str) -> Attr:
+        """Attributes of a current name; raises ENOENT."""
+        inode = self.node.catalogue.view.inode(fid)
+        if inode is None:
+            raise FsError(errno.ENOENT)
+        vnode = self.files.vnode(fid) if kind == "f" else None
+        return self._attr(fid, inode, vnode)
+
+    def _fid(self, ino: int) -> int:
+        return ino // FID_STEP * FID_STEP
+
+    # ---- names
+    async def lookup(self, parent: int, name: bytes) -> Attr:
+        """The entry ``name`` of a directory. Raises ENOENT (never a cached negative)."""
+        await self._current(parent)
+        if len(name) > namespace.NAME_BYTES_MAX:
+            raise FsError(errno.ENAMETOOLONG)
+        if name in (b".", b".."):
+            return await self._dot(parent, name)
+        entry = self.node.catalogue.view.lookup(parent, name)
+        if entry is None:
+            raise FsError(errno.ENOENT)
+        return self._entry(entry.fid, entry.kind)
+
+    async def _dot(self, ino: int, name: bytes) -> Attr:
+        fid = self._fid(ino)
+        if name == b"..":
+            names = self.node.catalogue.view.names_of(fid)
+            fid = names[0][0] if names else fid
+        inode = self.node.catalogue.view.inode(fid)
+        if inode is None:
+            raise FsError(errno.ENOENT)
+        return self._attr(fid, inode)
+
+    async def getattr(self, ino: int) -> Attr:
+        """Attributes of an inode number that the kernel knows."""
+        fid = self._fid(ino)
+        known = self.files.known(fid)
+        if known is None or known.ino != ino or not (known.dirty or known.removed):
+            await self._current()
+        inode = self.node.catalogue.view.inode(fid)
+        if inode is None:
+            return self._removed_attr(ino)
+        if inode.kind != "f":
+            return self._attr(fid, inode)
+        vnode = self.files.by_ino(ino)
+        if vnode is self.files.known(fid):
+            current = self.files.vnode(fid)
+            vnode = current if current.ino == ino else vnode
+        return self._attr(fid, inode, vnode)
+
+    def _removed_attr(self, ino: int) -> Attr:
+        """A file that is open and has no name any more."""
+        vnode = self.files.by_ino(ino)
+        size = vnode.size
+        return Attr(ino, "f", 0o600, 0, 0, 0, 0, size, -(-size // 512), vnode.mtime_ns, vnode.mtime_ns, vnode.mtime_ns)
+
+    async def names(self, ino: int) -> list[tuple[bytes, Attr]]:
+        """A snapshot of a directory's entries."""
+        await self._current(ino)
+        found = []
+        for name, entry in list(self.node.catalogue.view.children(self._fid(ino)).items()):
+            try:
+                found.append((name, self._entry(entry.fid, entry.kind)))
+            except FsError:
+                continue
+        return found
+
+    async def create(self, parent: int, name: bytes, attrs: NewAttrs, flags: int) -> tuple[Handle, Attr]:
+        """Create and open a file; without O_EXCL an existing one is opened."""
+        await self._current(parent)
+        ctx = self.node.ctx()
+        try:
+            fid, _ = await self.node.catalogue.mutate(lambda tx: namespace.create(tx, ctx, parent, name, attrs))
+        except CatalogueUnavailableError as error:
+            raise FsError(errno.EIO, str(error)) from error
+        except FsError as error:
+            if error.errno != errno.EEXIST or flags & os.O_EXCL:
+                raise
+            found = await self.lookup(parent, name)
+            if found.kind != "f":
+                raise FsError(errno.EISDIR if found.kind == "d" else errno.EEXIST) from None
+            return await self.open(found.ino, flags), found
+        vnode = self.files.vnode(fid)
+        handle = self.files.open(vnode, flags | (os.O_WRONLY if not flags & os.O_ACCMODE else 0))
+        return handle, self._entry(fid, "f")
+
+    async def make(self, function: Callable[[Tx, namespace.Ctx], tuple[int, Inode]], parent: int) -> Attr:
+        """Run a creating change (mkdir, symlink, mknod) and return the new entry."""
+        await self._current(parent)
+        ctx = self.node.ctx()
+        try:
+            fid, inode = await self.node.catalogue.mutate(lambda tx: function(tx, ctx))
+        except CatalogueUnavailableError as error:
+            raise FsError(errno.EIO, str(error)) from error
+        return self._entry(fid, inode.kind)
+
+    async def mkdir(self, parent: int, name: bytes, attrs: NewAttrs) -> Attr:
+        """A new directory."""
+        return await self.make(lambda tx, ctx: namespace.mkdir(tx, ctx, parent, name, attrs), parent)
+
+    async def symlink(self, parent: int, name: bytes, target: bytes, attrs: NewAttrs) -> Attr:
+        """A new symbolic link."""
+        return await self.make(lambda tx, ctx: namespace.symlink(tx, ctx, parent, name, target, attrs), parent)
+
+    async def mknod(self, parent: int, name: bytes, kind: str, rdev: int, attrs: NewAttrs) -> Attr:
+        """A file without opening it, a FIFO, a socket or a device node."""
+        if kind == "f":
+            handle, found = await self.create(parent, name, attrs, os.O_WRONLY | os.O_EXCL)
+            await self.files.flush(handle)
+            await self.files.release(handle)
+            return found
+        return await self.make(lambda tx, ctx: namespace.mknod(tx, ctx, parent, name, kind, rdev, attrs), parent)
+
+    async def readlink(self, ino: int) -> bytes:
+        """Target of a symbolic link."""
+        inode = self.node.catalogue.view.inode(self._fid(ino))
+        if inode is None or inode.kind != "l":
+            raise FsError(errno.ENOENT if inode is None else errno.EINVAL)
+        return inode.target
+
+    async def unlink(self, parent: int, name: bytes) -> None:
+        """Remove a file."""
+        await self._current(parent)
+        ctx = self.node.ctx()
+        await self._mutate(lambda tx: namespace.unlink(tx, ctx, parent, name))
+
+    async def rmdir(self, parent: int, name: bytes) -> None:
+        """Remove an empty directory (one of the PFS is imported first: it may not be empty)."""
+        await self._current(parent)
+        await self._import_child(parent, name)
+        ctx = self.node.ctx()
+        await self._mutate(lambda tx: namespace.rmdir(tx, ctx, parent, name))
+
+    async def _import_child(self, parent: int, name: bytes) -> None:
+        entry = self.node.catalogue.view.lookup(parent, name)
+        if entry is not None and entry.kind == "d":
+            await self.parts.importer.ensure(entry.fid)
+
+    async def rename(self, parent: int, name: bytes, parent2: int, name2: bytes, flags: int) -> None:
+        """Rename. A small closed file is brought to the partner first: the new name is never safer than the bytes."""
+        await self._current(parent)
+        await self.parts.importer.ensure(self._fid(parent2))
+        await self._import_child(parent2, name2)
+        entry = self.node.catalogue.view.lookup(parent, name)
+        if entry is not None and entry.kind == "f":
+            await self._protect_before_rename(entry.fid)
+        ctx = self.node.ctx()
+        await self._mutate(lambda tx: namespace.rename(tx, ctx, parent, name, parent2, name2, flags))
+
+    async def _protect_before_rename(self, fid: int) -> None:
+        inode, vnode = self.node.catalogue.view.inode(fid), self.files.known(fid)
+        if self.node.options.fsync == "returned" or not self.node.partners():
+            return
+        if inode is None or inode.size > COMMIT_BYTES_MAX or (vnode is not None and vnode.dirty):
+            return
+        if self.node.boundary(inode) != Boundary.RETURNED:
+            return
+        try:
+            with trio.fail_after(self.node.options.fsync_timeout_s):
+                await self.parts.replicator.ensure(fid)
+        except (CacheXError, OSError, trio.TooSlowError) as error:
+            log.warning("a rename goes ahead of its file's replica: %s", error or type(error).__name__)
+
+    # ---- attributes
+    async def setattr(
+        self, ino: int, handle: Handle | None, *, size: int | None = None, mode: int | None = None,
+        uid: int | None = None, gid: int | None = None, atime_ns: int | None = None, mtime_ns: int | None = None,
+    ) -> Attr:  # fmt: skip
+        """chmod, chown, truncate, utimens."""
+        fid = self._fid(ino)
+        await self._current()
+        if size is not None:
+            await self._truncate(ino, handle, size)
+        if any(value is not None for value in (mode, uid, gid, atime_ns, mtime_ns)):
+            vnode = self.files.known(fid)
+            if mtime_ns is not None and vnode is not None:
+                vnode.mtime_ns = mtime_ns
+            inode = self.node.catalogue.view.inode(fid)
+            if inode is not None:
+                ctx = self.node.ctx()
+                await self._mutate(
+                    lambda tx: namespace.set_attrs(
+                        tx, ctx, fid, mode=mode, uid=uid, gid=gid, atime_ns=atime_ns, mtime_ns=mtime_ns
+                    )
+                )
+        return await self.getattr(ino)
+
+    async def _truncate(self, ino: int, handle: Handle | None, size: int) -> None:
+        inode = self.node.catalogue.view.inode(self._fid(ino))
+        if inode is not None and inode.kind != "f":
+            raise FsError(errno.EISDIR if inode.kind == "d" else errno.EINVAL)
+        vnode = handle.vnode if handle is not None else self.files.by_ino(ino)
+        await self.files.truncate(vnode, size)
+        if handle is not None:
+            handle.wrote = handle.wrote or vnode.dirty
+        elif vnode.dirty and vnode.writers == 0:
+            await self.files.publish(vnode)
+
+    # ---- files
+    async def open(self, ino: int, flags: int) -> Handle:
+        """Open a file; O_TRUNC empties it."""
+        await self._current()
+        inode = self.node.catalogue.view.inode(self._fid(ino))
+        if inode is not None and inode.kind == "d":
+            raise FsError(errno.EISDIR)
+        vnode = self.files.by_ino(ino)
+        if inode is not None and vnode is self.files.known(vnode.fid):
+            vnode = self.files.vnode(vnode.fid)
+        handle = self.files.open(vnode, flags)
+        if flags & os.O_TRUNC and handle.writable and vnode.size:
+            try:
+                await self.files.truncate(vnode, 0)
+            except BaseException:
+                await self.files.release(handle)
+                raise
+            handle.wrote = True
+        return handle
+
+    async def read(self, handle: Handle, offset: int, length: int) -> bytes:
+        """Bytes of an open file."""
+        return await self.files.read(handle.vnode, offset, length)
+
+    async def write(self, handle: Handle, offset: int, data: bytes) -> int:
+        """Write to an open file."""
+        return await self.files.write(handle, offset, data)
+
+    async def flush(self, handle: Handle) -> None:
+        """close(2) waits for this: publication."""
+        try:
+            await self.files.flush(handle)
+        except CatalogueUnavailableError as error:
+            raise FsError(errno.EIO, str(error)) from error
+
+    async def release(self, handle: Handle) -> None:
+        """The last close. Its errors reach nobody but the log and ``status``."""
+        await self.files.release(handle)
+
+    async def fsync(self, handle: Handle) -> None:
+        """Wait until the bytes so far have the boundary that the option ``fsync`` names. EIO at the deadline."""
+        vnode = handle.vnode
+        if vnode.removed:
+            return
+        wanted = self.node.options.fsync
+        if wanted == "returned":
+            return
+        reason = ""
+        with trio.move_on_after(self.node.options.fsync_timeout_s):
+            while True:
+                try:
+                    await self._fsync_once(vnode, wanted)
+                    return
+                except (CacheXError, OSError) as error:
+                    reason = str(error)
+                await trio.sleep(0.2)
+        raise FsError(
+            errno.EIO,
+            f"fsync: {wanted!r} not reached in {self.node.options.fsync_timeout_s:.0f} s: {reason or 'no answer'}",
+        )
+
+    async def _fsync_once(self, vnode: Vnode, wanted: str) -> None:
+        if wanted == "pfs":
+            await self._pfs_boundary(vnode)
+            return
+        if vnode.dirty:
+            try:
+                await self.parts.replicator.sync(vnode)
+            except NotDurableError:
+                await self._pfs_boundary(vnode)
+            return
+        while True:
+            inode = self.node.catalogue.view.inode(vnode.fid)
+            if inode is None or self.node.boundary(inode) >= Boundary.PARTNER:
+                return
+            if not self.node.partners():
+                await self._pfs_boundary(vnode)
+                return
+            await self.parts.replicator.ensure(vnode.fid)
+            with trio.move_on_after(0.5):
+                await self.parts.replicator.changed()
+
+    async def _pfs_boundary(self, vnode: Vnode) -> None:
+        if self.node.pfs is None:
+            raise NotDurableError("no partner, and the PFS is switched off")
+        await self.parts.drainer.sync(vnode)
+
+    async def fsyncdir(self, ino: int) -> None:
+        """Names are in the catalogue's synced log; alone, wait until they are on the PFS."""
+        if self.node.options.fsync != "pfs":
+            return
+        path = self.parts.reader.path(self._fid(ino))
+        if path is None:
+            return
+        with trio.move_on_after(self.node.options.fsync_timeout_s):
+            while any(
+                parent_of(op.path) == path and op.kind != OpKind.DIRATTR for _, op in self.parts.drainer.own_pending()
+            ):
+                await self.parts.drainer.changed()
+            return
+        raise FsError(errno.EIO, "fsync: the directory's names did not reach the PFS in time")
+
+    # ---- xattrs and statfs
+    async def xattrs(self, ino: int) -> dict[bytes, bytes]:
+        """All ``user.cachex.*`` attributes of a file or directory."""
+        await self._current(ino)
+        found = await self.parts.attributes.of(self._fid(ino))
+        return {PREFIX + name.encode(): value.encode(errors="surrogateescape") for name, value in found.items()}
+
+    def statfs(self) -> tuple[int, int, int]:
+        """(block size, blocks, available blocks): what a writer will get from staging."""
+        staging = self.node.staging
+        free = max(0, staging.limit_bytes - staging.used_bytes) + self.parts.keeper.evictable_bytes()
+        return 4096, staging.limit_bytes // 4096, min(free, staging.limit_bytes) // 4096

@@ -1,0 +1,301 @@
+"""The FUSE front end: pyfuse3's requests, translated.
+
+Role: no policy and no storage. Each handler calls one operation of ``Filesystem`` and translates values and errors.
+One decorator stands on every handler: our errors become their errno; anything else is logged with its traceback,
+shown as the daemon's failed state and answered with EIO, so that the mount lives.
+
+Concurrency: pyfuse3 starts one trio task per request, at most ``TASKS_MAX``; requests that may wait long (fsync,
+flush, rename) leave ``TASKS_RESERVED`` of them for the others.
+"""
+
+from __future__ import annotations
+
+import errno
+import functools
+import logging
+import os
+import stat
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, TypeVar, cast
+
+import pyfuse3
+import trio
+from pyfuse3 import EntryAttributes, FileInfo, FUSEError
+
+from cachexfs.core.namespace import NewAttrs
+from cachexfs.core.records import ROOT_FID
+from cachexfs.engine.attributes import PREFIX
+from cachexfs.engine.files import Handle
+from cachexfs.engine.filesystem import BLKSIZE, Attr, Filesystem
+from cachexfs.errors import FsError
+
+log = logging.getLogger(__name__)
+
+TASKS_MAX = 256
+TASKS_RESERVED = 64
+KIND_BITS = {
+    "f": stat.S_IFREG, "d": stat.S_IFDIR, "l": stat.S_IFLNK, "p": stat.S_IFIFO, "s": stat.S_IFSOCK,
+    "c": stat.S_IFCHR, "b": stat.S_IFBLK,
+}  # fmt: skip
+
+H = TypeVar("H", bound=Callable[..., Awaitable[Any]])
+
+
+def handler(function: H) -> H:
+    """Errors of a handler become an errno; an unexpected one is EIO and the daemon's failed state."""
+
+    @functools.wraps(function)
+    async def guarded(self: Operations, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return await function(self, *args, **kwargs)
+        except FUSEError:
+            raise
+        except FsError as error:
+            if error.errno == errno.EIO:
+                log.warning("%s: %s", function.__name__, error)
+                self.filesystem.node.errors["io"] = f"{function.__name__}: {error}"
+            raise FUSEError(error.errno) from None
+        except OSError as error:
+            raise FUSEError(error.errno or errno.EIO) from None
+        except Exception as error:
+            log.exception("%s failed", function.__name__)
+            self.filesystem.node.failed = f"{function.__name__}: {type(error).__name__}: {error}"
+            raise FUSEError(errno.EIO) from None
+
+    return cast(H, guarded)
+
+
+class Operations(pyfuse3.Operations):  # type: ignore[misc]
+    """pyfuse3's operations on a ``Filesystem``."""
+
+    supports_dot_lookup = True
+    enable_writeback_cache = False
+    enable_acl = False
+
+    def __init__(self, filesystem: Filesystem, *, timeout_s: float, hide_xattrs: bool) -> None:
+        super().__init__()
+        self.filesystem = filesystem
+        self.files = filesystem.files
+        self._timeout_s = timeout_s
+        self._hide_xattrs = hide_xattrs
+        self._handles: dict[int, Handle] = {}
+        self._listings: dict[int, tuple[int, list[tuple[bytes, Attr]] | None]] = {}
+        self._next_handle = 1
+        self._waiters = trio.CapacityLimiter(TASKS_MAX - TASKS_RESERVED)
+
+    # ---- translation
+    @staticmethod
+    def _fid(ino: int) -> int:
+        return ROOT_FID if ino == pyfuse3.ROOT_INODE else ino
+
+    def _entry(self, attr: Attr) -> EntryAttributes:
+        entry = EntryAttributes()
+        entry.st_ino = pyfuse3.ROOT_INODE if attr.ino == ROOT_FID else attr.ino
+        entry.generation = 0
+        entry.entry_timeout = entry.attr_timeout = self._timeout_s
+        entry.st_mode = KIND_BITS[attr.kind] | attr.mode
+        entry.st_nlink, entry.st_uid, entry.st_gid, entry.st_rdev = attr.nlink, attr.uid, attr.gid, attr.rdev
+        entry.st_size, entry.st_blksize, entry.st_blocks = attr.size, BLKSIZE, attr.blocks
+        entry.st_atime_ns, entry.st_mtime_ns, entry.st_ctime_ns = attr.atime_ns, attr.mtime_ns, attr.ctime_ns
+        return entry
+
+    def _given(self, attr: Attr) -> EntryAttributes:
+        """An entry that counts as a reference of the kernel."""
+        if attr.kind == "f":
+            self.files.remember(self.files.by_ino(attr.ino))
+        return self._entry(attr)
+
+    def _register(self, handle: Handle) -> FileInfo:
+        number, self._next_handle = self._next_handle, self._next_handle + 1
+        self._handles[number] = handle
+        # A write-only handle cannot be mapped, and without pages a byte is copied once less.
+        direct = handle.flags & os.O_ACCMODE == os.O_WRONLY
+        keep = not direct and self.files.keep_pages(handle.vnode)
+        return FileInfo(fh=number, direct_io=direct, keep_cache=keep)
+
+    # ---- names
+    @handler
+    async def lookup(self, parent_inode: int, name: bytes, ctx: pyfuse3.RequestContext) -> EntryAttributes:
+        return self._given(await self.filesystem.lookup(self._fid(parent_inode), name))
+
+    @handler
+    async def getattr(self, inode: int, ctx: pyfuse3.RequestContext) -> EntryAttributes:
+        return self._entry(await self.filesystem.getattr(self._fid(inode)))
+
+    async def forget(self, inode_list: Sequence[tuple[int, int]]) -> None:
+        for ino, count in inode_list:
+            self.files.forget(ino, count)
+
+    @handler
+    async def create(
+        self, parent_inode: int, name: bytes, mode: int, flags: int, ctx: pyfuse3.RequestContext
+    ) -> tuple[FileInfo, EntryAttributes]:
+        attrs = NewAttrs(stat.S_IMODE(mode) & ~ctx.umask, ctx.uid, ctx.gid)
+        handle, attr = await self.filesystem.create(self._fid(parent_inode), name, attrs, flags)
+        return self._register(handle), self._given(attr)
+
+    @handler
+    async def mkdir(self, parent_inode: int, name: bytes, mode: int, ctx: pyfuse3.RequestContext) -> EntryAttributes:
+        attrs = NewAttrs(stat.S_IMODE(mode) & ~ctx.umask, ctx.uid, ctx.gid)
+        return self._entry(await self.filesystem.mkdir(self._fid(parent_inode), name, attrs))
+
+    @handler
+    async def mknod(
+        self, parent_inode: int, name: bytes, mode: int, rdev: int, ctx: pyfuse3.RequestContext
+    ) -> EntryAttributes:
+        kind = next((k for k, bits in KIND_BITS.items() if stat.S_IFMT(mode) == bits), "f")
+        attrs = NewAttrs(stat.S_IMODE(mode) & ~ctx.umask, ctx.uid, ctx.gid)
+        return self._given(await self.filesystem.mknod(self._fid(parent_inode), name, kind, rdev, attrs))
+
+    @handler
+    async def symlink(
+        self, parent_inode: int, name: bytes, target: bytes, ctx: pyfuse3.RequestContext
+    ) -> EntryAttributes:
+        attrs = NewAttrs(0o777, ctx.uid, ctx.gid)
+        return self._entry(await self.filesystem.symlink(self._fid(parent_inode), name, target, attrs))
+
+    @handler
+    async def readlink(self, inode: int, ctx: pyfuse3.RequestContext) -> bytes:
+        return await self.filesystem.readlink(self._fid(inode))
+
+    @handler
+    async def link(
+        self, inode: int, new_parent_inode: int, new_name: bytes, ctx: pyfuse3.RequestContext
+    ) -> EntryAttributes:
+        raise FUSEError(errno.EPERM)  # POSIX: the filesystem does not support links
+
+    @handler
+    async def unlink(self, parent_inode: int, name: bytes, ctx: pyfuse3.RequestContext) -> None:
+        await self.filesystem.unlink(self._fid(parent_inode), name)
+
+    @handler
+    async def rmdir(self, parent_inode: int, name: bytes, ctx: pyfuse3.RequestContext) -> None:
+        await self.filesystem.rmdir(self._fid(parent_inode), name)
+
+    @handler
+    async def rename(
+        self, parent_inode_old: int, name_old: bytes, parent_inode_new: int, name_new: bytes, flags: int,
+        ctx: pyfuse3.RequestContext,
+    ) -> None:  # fmt: skip
+        async with self._waiters:
+            old, new = self._fid(parent_inode_old), self._fid(parent_inode_new)
+            await self.filesystem.rename(old, name_old, new, name_new, flags)
+
+    @handler
+    async def setattr(
+        self, inode: int, attr: EntryAttributes, fields: pyfuse3.SetattrFields, fh: int | None,
+        ctx: pyfuse3.RequestContext,
+    ) -> EntryAttributes:  # fmt: skip
+        atime_ns = attr.st_atime_ns if fields.update_atime else None
+        mtime_ns = attr.st_mtime_ns if fields.update_mtime else None
+        if fields.update_size and fields.update_mtime:
+            mtime_ns = None  # O_TRUNC carries "now": the write's own stamp is used
+        changed = await self.filesystem.setattr(
+            self._fid(inode),
+            self._handles.get(fh) if fh is not None else None,
+            size=attr.st_size if fields.update_size else None,
+            mode=stat.S_IMODE(attr.st_mode) if fields.update_mode else None,
+            uid=attr.st_uid if fields.update_uid else None,
+            gid=attr.st_gid if fields.update_gid else None,
+            atime_ns=atime_ns,
+            mtime_ns=mtime_ns,
+        )
+        return self._entry(changed)
+
+    # ---- files
+    @handler
+    async def open(self, inode: int, flags: int, ctx: pyfuse3.RequestContext) -> FileInfo:
+        return self._register(await self.filesystem.open(inode, flags))
+
+    @handler
+    async def read(self, fh: int, off: int, size: int) -> bytes:
+        return await self.filesystem.read(self._handles[fh], off, size)
+
+    @handler
+    async def write(self, fh: int, off: int, buf: bytes) -> int:
+        return await self.filesystem.write(self._handles[fh], off, buf)
+
+    @handler
+    async def flush(self, fh: int) -> None:
+        async with self._waiters:
+            await self.filesystem.flush(self._handles[fh])
+
+    @handler
+    async def fsync(self, fh: int, datasync: bool) -> None:
+        async with self._waiters:
+            await self.filesystem.fsync(self._handles[fh])
+
+    @handler
+    async def release(self, fh: int) -> None:
+        await self.filesystem.release(self._handles.pop(fh))
+
+    # ---- directories
+    @handler
+    async def opendir(self, inode: int, ctx: pyfuse3.RequestContext) -> int:
+        number, self._next_handle = self._next_handle, self._next_handle + 1
+        self._listings[number] = (self._fid(inode), None)
+        return number
+
+    @handler
+    async def readdir(self, fh: int, start_id: int, token: pyfuse3.ReaddirToken) -> None:
+        ino, names = self._listings[fh]
+        if names is None or start_id == 0:
+            names = await self.filesystem.names(ino)
+            self._listings[fh] = (ino, names)
+        for at in range(start_id, len(names)):
+            name, attr = names[at]
+            if not pyfuse3.readdir_reply(token, name, self._entry(attr), at + 1):
+                return
+            if attr.kind == "f":
+                try:
+                    self.files.remember(self.files.by_ino(attr.ino))
+                except FsError:
+                    continue  # removed since the snapshot: the kernel's reference names nothing
+
+    @handler
+    async def releasedir(self, fh: int) -> None:
+        self._listings.pop(fh, None)
+
+    @handler
+    async def fsyncdir(self, fh: int, datasync: bool) -> None:
+        async with self._waiters:
+            await self.filesystem.fsyncdir(self._listings[fh][0])
+
+    # ---- attributes
+    @handler
+    async def getxattr(self, inode: int, name: bytes, ctx: pyfuse3.RequestContext) -> bytes:
+        if not name.startswith(PREFIX):
+            raise FUSEError(errno.ENODATA)
+        found = (await self.filesystem.xattrs(self._fid(inode))).get(name)
+        if found is None:
+            raise FUSEError(errno.ENODATA)
+        return found
+
+    @handler
+    async def listxattr(self, inode: int, ctx: pyfuse3.RequestContext) -> Sequence[bytes]:
+        return [] if self._hide_xattrs else list(await self.filesystem.xattrs(self._fid(inode)))
+
+    @handler
+    async def setxattr(self, inode: int, name: bytes, value: bytes, ctx: pyfuse3.RequestContext) -> None:
+        raise FUSEError(errno.ENOTSUP)
+
+    @handler
+    async def removexattr(self, inode: int, name: bytes, ctx: pyfuse3.RequestContext) -> None:
+        raise FUSEError(errno.ENOTSUP)
+
+    @handler
+    async def access(self, inode: int, mode: int, ctx: pyfuse3.RequestContext) -> bool:
+        return True  # the kernel checks (default_permissions)
+
+    @handler
+    async def statfs(self, ctx: pyfuse3.RequestContext) -> pyfuse3.StatvfsData:
+        found = pyfuse3.StatvfsData()
+        size, blocks, free = self.filesystem.statfs()
+        found.f_bsize = found.f_frsize = size
+        found.f_blocks, found.f_bfree, found.f_bavail = blocks, free, free
+        found.f_files = found.f_ffree = found.f_favail = 1 << 20
+        found.f_namemax = 255
+        return found
+
+    def stacktrace(self) -> None:
+        log.warning("stack trace requested through the mount; ignored")
