@@ -151,8 +151,13 @@ class DeadDaemonError(CannotTellError):
 
 
 def dead(mountpoint: str, entry: mounts.Entry | None) -> DeadDaemonError:
-    """The error for a mount whose daemon is gone."""
-    log = f" (its log is {entry.log})" if entry and entry.log else ""
+    """The error for a mount whose daemon is gone (``entry``: what it had registered) or not registered at all."""
+    if entry is None:
+        return DeadDaemonError(
+            f"no daemon of {mountpoint} is registered in {' or '.join(mounts.runtime_dirs())}: set CACHEXFS_RUNTIME_DIR "
+            "if it was mounted so; if it is dead, 'cachexfs mount' with the same options starts it again"
+        )
+    log = f" (its log is {entry.log})" if entry.log else ""
     return DeadDaemonError(
         f"the daemon of {mountpoint} is dead{log}: 'cachexfs mount' with the same options starts it again, "
         "with all that is staged"

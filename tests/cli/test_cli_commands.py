@@ -147,7 +147,7 @@ def test_no_mount_no_daemon_no_answer_exit_4(
     list_mount(kernel, mountpoint)
     ran = run("status", mountpoint)  # a mount without a registered daemon
     assert ran.code == 4
-    assert "is dead" in ran.err
+    assert "no daemon of" in ran.err
     fake = FakeDaemon(mountpoint, runtime)
     fake.register(pid=os.getpid())
     monkeypatch.setattr(client, "ANSWER_TIMEOUT_S", 0.2)

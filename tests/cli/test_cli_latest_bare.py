@@ -1,0 +1,152 @@
+"""``cachexfs latest`` on a bare directory, with real DCP checkpoints."""
+
+import errno
+import json
+import os
+import shutil
+import time
+import warnings
+from pathlib import Path
+
+import pytest
+from cli_support import Run, list_mount
+
+from cachexfs.cli import bare, latest
+from cachexfs.cli.child import run_in_child
+from cachexfs.errors import CannotTellError, UsageError
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint that DCP itself wrote."""
+    import torch
+    import torch.distributed.checkpoint as dcp
+
+    path = tmp_path_factory.mktemp("dcp") / "step-1"
+    with warnings.catch_warnings():  # torch warns of no_dist
+        warnings.simplefilter("ignore")
+        dcp.save({"w": torch.arange(1000.0), "step": 1}, checkpoint_id=str(path), no_dist=True)
+    return path
+
+
+@pytest.fixture
+def run_dir(checkpoint: Path, tmp_path: Path, runtime: Path, kernel: Path) -> Path:
+    """step-9, step-10, step-11, all whole."""
+    path = tmp_path / "run-2"
+    for step in (9, 10, 11):
+        shutil.copytree(checkpoint, path / f"step-{step}")
+    return path
+
+
+def test_the_largest_step_wins_not_the_last_name(run_dir: Path, run: Run) -> None:
+    ran = run("latest", run_dir)
+    assert (ran.code, ran.out, ran.err) == (0, f"{run_dir}/step-11\n", "")
+    assert run("latest", run_dir, "--below", "11").out == f"{run_dir}/step-10\n"
+    assert run("latest", run_dir, "--below", "10", "--at", "pfs").out == f"{run_dir}/step-9\n"
+    assert json.loads(run("latest", run_dir, "--json").out) == {
+        "path": f"{run_dir}/step-11",
+        "certain": True,
+        "reason": "",
+    }
+
+
+def test_a_checkpoint_with_a_missing_or_cut_shard_is_passed_over(run_dir: Path, run: Run) -> None:
+    shard = next((run_dir / "step-11").glob("*.distcp"))
+    os.truncate(shard, shard.stat().st_size // 2)
+    (run_dir / "step-10" / ".metadata").unlink()
+    assert run("latest", run_dir).out == f"{run_dir}/step-9\n"
+    for path in (run_dir / "step-9").glob("*.distcp"):
+        path.unlink()
+    ran = run("latest", run_dir)
+    assert (ran.code, ran.out) == (1, "")
+    assert "step-9: " in ran.err
+    assert ran.err.count("\n") == 1
+
+
+def test_what_is_marked_unfinished_or_only_linked_does_not_count(run_dir: Path, run: Run) -> None:
+    (run_dir / "step-11-unfinished").touch()
+    (run_dir / "step-99").symlink_to("step-9")
+    assert run("latest", run_dir).out == f"{run_dir}/step-10\n"
+
+
+def test_a_checkpoint_named_as_the_directory_is_the_answer(run_dir: Path, run: Run) -> None:
+    assert run("latest", run_dir / "step-10").out == f"{run_dir}/step-10\n"
+    assert run("latest", run_dir / "step-10", "--below", "10").code == 1
+
+
+def test_no_is_certain_only_when_all_was_read(run_dir: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    (run_dir / "step-11" / ".metadata").write_bytes(b"not a pickle")
+    ran = run("latest", run_dir)
+    assert (ran.code, ran.out) == (0, f"{run_dir}/step-10\n")
+    assert "warning" in ran.err
+    for step in (9, 10):
+        shutil.rmtree(run_dir / f"step-{step}")
+    assert run("latest", run_dir).code == 4
+    shutil.rmtree(run_dir / "step-11")
+    assert run("latest", run_dir).code == 1
+    real = os.scandir
+
+    def broken(path: bytes) -> object:
+        if path.endswith(b"step-5/"):
+            raise OSError(errno.EIO, "Input/output error")
+        return real(path)
+
+    (run_dir / "step-5").mkdir()
+    monkeypatch.setattr(bare.os, "scandir", broken)
+    ran = run("latest", run_dir)
+    assert ran.code == 4
+    assert "Input/output error" in ran.err
+
+
+def test_a_directory_that_is_not_there_is_no_no(run_dir: Path, run: Run) -> None:
+    ran = run("latest", run_dir / "none")
+    assert ran.code == 4
+    assert "is the PFS mounted?" in ran.err
+    assert run("latest", next((run_dir / "step-9").glob("*.distcp"))).code == 4
+
+
+def test_a_mount_point_without_its_mount_is_no_no(run_dir: Path, run: Run, runtime: Path) -> None:
+    entry = {"mountpoint": str(run_dir), "pfs": "/p", "node": "n", "job": "j", "pid": 1, "socket": "/s", "log": ""}
+    (runtime / "1.json").write_text(json.dumps(entry | {"device": "0:1"}))
+    ran = run("latest", run_dir)
+    assert ran.code == 4
+    assert "is not mounted now" in ran.err
+
+
+def test_a_dead_mount_is_no_no(run_dir: Path, run: Run, kernel: Path) -> None:
+    list_mount(kernel, run_dir)
+    assert run("latest", run_dir).code == 4
+
+
+def test_a_directory_that_hangs_is_no_no(run_dir: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = os.listdir
+
+    def hang(path: str | bytes) -> object:
+        if os.fsdecode(path) == str(run_dir):
+            time.sleep(3600)
+        return real(path)
+
+    monkeypatch.setattr(bare.os, "listdir", hang)
+    monkeypatch.setattr(latest, "BARE_TIMEOUT_S", 0.3)
+    ran = run("latest", run_dir)
+    assert ran.code == 4
+    assert "does the PFS hang?" in ran.err
+
+
+def test_results_and_errors_come_back_from_a_child() -> None:
+    assert run_in_child(lambda: b"x" * (3 << 20), 30) == b"x" * (3 << 20)
+    with pytest.raises(FileNotFoundError):
+        run_in_child(lambda: os.stat("/does/not/exist"), 30)
+
+    def refuse() -> None:
+        raise UsageError("no")
+
+    def die() -> None:
+        os._exit(7)
+
+    with pytest.raises(UsageError, match="no"):
+        run_in_child(refuse, 30)
+    with pytest.raises(OSError, match="ended without an answer"):
+        run_in_child(die, 30)
+    with pytest.raises(CannotTellError):
+        bare.newest("/does/not/exist", None)
