@@ -202,12 +202,20 @@ class PfsCalls:
             raise trio.TooSlowError(f"{request.name}: no PFS worker was free within {request.deadline_s} s")
         try:
             self.refuse(request)
-            child = lane.idle.pop() if lane.idle else await self._start(request)
+            child = self._take_idle(lane) or await self._start()
             return await self._exchange(lane, child, request)
         finally:
             lane.semaphore.release()
 
-    async def _start(self, request: Request) -> Child:
+    def _take_idle(self, lane: Lane) -> Child | None:
+        while lane.idle:
+            child = lane.idle.pop()
+            if child.process.poll() is None:
+                return child
+            child.close()
+        return None
+
+    async def _start(self) -> Child:
         if self._spawner is None:
             raise RuntimeError("the PFS pool is not running")
         with trio.move_on_after(START_S):

@@ -31,7 +31,7 @@ ID_NAME = b"id"
 BESIDE_PREFIX = b".cachexfs-tmp-"
 TOKEN_CHARS = 32
 #: How long an id file may be short: another node has created it and not yet written it.
-TOKEN_WAIT_S = 5.0
+TOKEN_WAIT_S = 2.0
 NAME_BYTES_MAX = 255
 
 _WALK = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC

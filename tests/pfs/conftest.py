@@ -22,11 +22,12 @@ def fault_mount(tmp_path: Path) -> Iterator[Callable[..., FaultMount]]:
 
     def mount(name: str = "m", backing: Path | None = None) -> FaultMount:
         below = backing or tmp_path / f"{name}.backing"
-        made = FaultMount(tmp_path / name, below, tmp_path / f"{name}.control")
-        for directory in (made.path, made.backing, made.control):
+        path, control = tmp_path / name, tmp_path / f"{name}.control"
+        for directory in (path, below, control):
             directory.mkdir(exist_ok=True)
         script = str(Path(__file__).with_name("faultfs.py"))
-        process = subprocess.Popen([sys.executable, script, str(below), str(made.path), str(made.control)])
+        process = subprocess.Popen([sys.executable, script, str(below), str(path), str(control)])
+        made = FaultMount(path, below, control, process.pid)
         started.append((process, made.path))
         end_s = time.monotonic() + MOUNT_WAIT_S
         while not os.path.ismount(made.path):

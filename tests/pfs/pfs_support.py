@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator
+import os
+import signal
+import subprocess
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,6 +35,11 @@ class FaultMount:
     path: Path
     backing: Path
     control: Path
+    pid: int
+
+    def die(self) -> None:
+        """End the filesystem's server: its mount stays and answers ENOTCONN."""
+        os.kill(self.pid, signal.SIGKILL)
 
     def hang(self, op: str) -> None:
         """Have ``op`` wait from now on."""
@@ -48,5 +56,15 @@ class FaultMount:
 
     async def hanging(self, op: str) -> None:
         """Until some caller hangs in ``op``."""
-        while not (self.control / f"seen-{op}").exists():  # noqa: ASYNC110  (it is another process that sets it)
-            await trio.sleep(0.01)
+        await until((self.control / f"seen-{op}").exists)
+
+
+def command(*words: str) -> None:
+    """Run a system command to its end, which is short: the loop may wait."""
+    subprocess.run(words, check=True)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Until something outside of this process, or a private state of the pool, has come about."""
+    while not condition():  # noqa: ASYNC110
+        await trio.sleep(0.01)

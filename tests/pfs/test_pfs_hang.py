@@ -3,8 +3,6 @@
 The callers of a hung ``faultfs`` are in D state, as those of a hung server: SIGKILL does not end them.
 """
 
-# ruff: noqa: ASYNC240  (these tests own the event loop and look at plain local files)
-
 from __future__ import annotations
 
 import errno

@@ -1,7 +1,5 @@
 """What arrives on the PFS: bytes, names, modes, times; and that asking twice does no harm."""
 
-# ruff: noqa: ASYNC240  (these tests own the event loop and look at plain local files)
-
 from __future__ import annotations
 
 import errno
