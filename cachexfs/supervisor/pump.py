@@ -31,13 +31,15 @@ _POOL_MAX = 32
 NOTIFICATIONS_MAX = 65536
 _AGAIN = (errno.EAGAIN, errno.EINTR, errno.ENOENT)
 _ERRNO_MAX = 511
+#: How long a turn may take under steady traffic, before deadlines and the others are looked at. Seconds.
+_TURN_S_MAX = 1.0
 _NO_MEMORY_S = 0.001
 
 
 class Pump:
     """Moves messages between one device and one daemon at a time."""
 
-    def __init__(self, device_fd: int, session: Session, epoll: select.epoll) -> None:
+    def __init__(self, device_fd: int, session: Session, epoll: select.epoll, spin_s: float = 0.0) -> None:
         self._device = device_fd
         self._session = session
         self._epoll = epoll
@@ -50,6 +52,8 @@ class Pump:
         self._pool: list[bytearray] = []
         self._request_view = memoryview(bytearray(wire.MESSAGE_BYTES_MAX))
         self._reply_view = memoryview(bytearray(wire.MESSAGE_BYTES_MAX))
+        self._spin_s = spin_s
+        self._is_small = False
         self._device_mask = 0
         self._peer_mask = 0
         self._notifier = Notifier(device_fd)
@@ -66,6 +70,53 @@ class Pump:
         self.last_refusal = ""
         self.answered = 0
         epoll.register(device_fd, 0)
+
+    def turn(self, timeout_s: float) -> list[tuple[int, int]]:
+        """Move messages for as long as nothing else happens; the events that are somebody else's.
+
+        Returns at the latest after ``timeout_s`` without an event, or ``_TURN_S_MAX`` of steady traffic.
+        """
+        poll, device, spin_s, now = self._epoll.poll, self._device, self._spin_s, time.monotonic
+        until = now() + min(timeout_s, _TURN_S_MAX)
+        wait_s = timeout_s
+        spin_until = until
+        while True:
+            events = poll(wait_s)
+            others = None
+            for fd, mask in events:
+                if mask == select.EPOLLIN and fd == device:
+                    self.on_device()
+                elif mask == select.EPOLLIN and fd == self._peer:
+                    self.on_peer()
+                elif not self._own_event(fd, mask):
+                    others = others or []
+                    others.append((fd, mask))
+            if others or self.is_ended or self.is_peer_gone:
+                return others or []
+            at = now()
+            if at >= until:
+                return []
+            if events:
+                wait_s = 0.0 if spin_s and self._is_small else until - at
+                spin_until = at + spin_s
+            elif at >= spin_until:
+                wait_s = until - at
+
+    def _own_event(self, fd: int, mask: int) -> bool:
+        """An event of the device or the daemon that is not plain input; False when it is another's."""
+        if fd == self._device:
+            if mask & select.EPOLLIN and not self.is_ended:
+                self.on_device()
+            elif mask & (select.EPOLLERR | select.EPOLLHUP):
+                self.device_ended()
+        elif fd == self._peer:
+            if mask & (select.EPOLLIN | select.EPOLLHUP):
+                self.on_peer()
+            if mask & select.EPOLLOUT and not self.is_peer_gone:
+                self.flush()
+        else:
+            return False
+        return True
 
     # -- who is at the other end ------------------------------------------------------------------------
 
@@ -151,7 +202,9 @@ class Pump:
             if opcode in IDENTIFIED:
                 self._identify(unique, view)
             request = bytes(view[:size])
+            self._is_small = True
         else:
+            self._is_small = False
             request = view[:size]
             if opcode not in wire.NO_REPLY:
                 pool = self._pool

@@ -45,6 +45,7 @@ class Plan:
     backing_devices: frozenset[int]
     status_path: str | None
     ready_fd: int | None
+    spin_s: float
 
 
 def log(text: str) -> None:
@@ -61,7 +62,7 @@ class Supervisor:
         self._epoll = select.epoll()
         self._backings = Backings(plan.device_fd, plan.backing_devices)
         self._session = Session(self._backings, plan.payload_bytes_max, plan.no_passthrough)
-        self._pump = Pump(plan.device_fd, self._session, self._epoll)
+        self._pump = Pump(plan.device_fd, self._session, self._epoll, plan.spin_s)
         self._pump.on_init = self._init_answered
         self._control = Control(self._backings, self._daemon_ready, self._daemon_stopping)
         self._child: Child | None = None
@@ -103,20 +104,9 @@ class Supervisor:
         return self._life.exit_code
 
     def _turn(self) -> None:
-        pump, device_fd = self._pump, self._plan.device_fd
-        for fd, mask in self._epoll.poll(self._life.timeout_s(time.monotonic())):
-            if fd == device_fd:
-                if mask & select.EPOLLIN and not pump.is_ended:
-                    pump.on_device()
-                elif mask & (select.EPOLLERR | select.EPOLLHUP):
-                    pump.device_ended()
-            elif self._child is not None and fd == self._child.peer_fd:
-                if mask & (select.EPOLLIN | select.EPOLLHUP):
-                    pump.on_peer()
-                if mask & select.EPOLLOUT:
-                    pump.flush()
-            else:
-                self._other(fd)
+        pump = self._pump
+        for fd, _ in pump.turn(self._life.timeout_s(time.monotonic())):
+            self._other(fd)
         if pump.is_ended and self._life.phase is not Phase.ENDED:
             self._mount_gone()
         if pump.is_peer_gone and self._child is not None and "exit" not in self._life.deadlines:
@@ -163,6 +153,7 @@ class Supervisor:
         elif self._life.phase is Phase.RETIRING:
             self._retire_now()
         elif self._life.phase is Phase.UNMOUNTING:
+            self._life.exit_code = self._life.exit_code or EXIT_NOT_DURABLE
             log(f"still in use ({self._unmount_said or 'busy'}): ending the connection")
             self._mount_gone()
 

@@ -88,7 +88,8 @@ class Session:
 
         ``IncompatibleError`` when the daemon refused, or cannot serve what the kernel was promised.
         """
-        if len(reply) < wire.INIT_OUT_BYTES:
+        length, error_code, _ = wire.OUT_HEADER.unpack_from(reply)
+        if error_code or not length == len(reply) == wire.INIT_OUT_BYTES:
             raise IncompatibleError("INIT refused or answered in an old format (libfuse 3 is needed)")
         flags = wire.init_reply_flags(reply)
         max_write = wire.u32(reply, wire.INIT_OUT_MAX_WRITE_OFFSET)

@@ -248,10 +248,10 @@ class Plain(pyfuse3.Operations):
         try:
             info = os.lstat(old)
         except FileNotFoundError:
-            if replayed and os.path.lexists(new):  # noqa: ASYNC240
+            if replayed and os.path.lexists(new):
                 return
             raise FUSEError(errno.ENOENT) from None
-        if os.path.isfile(new) and os.lstat(new).st_ino != info.st_ino:  # noqa: ASYNC240
+        if os.path.isfile(new) and os.lstat(new).st_ino != info.st_ino:
             self.remove(new, os.lstat(new))
         try:
             os.rename(old, new)

@@ -1,0 +1,208 @@
+"""Starts and ends: umount, SIGTERM, daemons that cannot run, daemons that hang. No mount is ever left."""
+
+import errno
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from cachexfs.supervisor.lifecycle import EXIT_CANNOT_TELL, EXIT_NOT_DURABLE, Lifecycle, Limits, Phase
+from cachexfs.supervisor.status import ask
+
+from .conftest import DAEMON, Mount, is_mounted, wait_until
+
+
+def test_umount_ends_daemon_and_supervisor(mount: Mount) -> None:
+    mount.up()
+    daemon = mount.daemon_pid()
+    (mount.point / "f").write_bytes(b"x")
+    assert mount.umount() == 0
+    assert not os.path.exists(f"/proc/{daemon}")
+    assert not mount.socket.exists()
+    assert "Traceback" not in mount.said()
+
+
+def test_sigterm_lets_the_daemon_finish_and_unmounts(mount: Mount) -> None:
+    mount.up()
+    assert mount.process is not None
+    mount.process.send_signal(signal.SIGTERM)
+    assert mount.wait() == 0
+    assert not is_mounted(mount.point)
+
+
+def test_the_exit_code_of_a_daemon_that_could_not_finish_is_passed_on(mount: Mount) -> None:
+    mount.up(stop="3")
+    assert mount.ask("stop") == {"said": "stopping"}
+    assert mount.wait() == 3
+    assert not is_mounted(mount.point)
+
+
+def test_sigterm_while_a_file_is_open_ends_loudly(mount: Mount) -> None:
+    mount.up("--unmount-timeout", "0.3")
+    fd = os.open(mount.point / "f", os.O_CREAT | os.O_WRONLY)
+    os.write(fd, b"x")
+    mount.ask("stop")
+    assert mount.wait() == EXIT_NOT_DURABLE
+    assert not is_mounted(mount.point)
+    with pytest.raises(OSError, match=os.strerror(errno.ENOTCONN)):
+        os.close(fd)
+    assert (mount.root / "f").read_bytes() == b"x"
+
+
+def test_ready_is_told_to_who_waits_for_it(mount: Mount) -> None:
+    reader, writer = os.pipe()
+    with os.fdopen(reader, "rb") as lines:
+        mount.process = subprocess.Popen(
+            [
+                *(sys.executable, "-m", "cachexfs.supervisor", "--mountpoint", str(mount.point)),
+                *("--status-socket", str(mount.socket), "--ready-fd", str(writer)),
+                *("--", sys.executable, str(DAEMON)),
+            ],
+            cwd=DAEMON.parents[2],
+            env={**os.environ, "PLAIN_ROOT": str(mount.root)},
+            pass_fds=(writer,),
+        )
+        os.close(writer)
+        assert lines.readline() == b"ready\n"
+    assert mount.phase() == "serving"
+    assert mount.status()["passthrough_reason"] == "no --backing-dir was given"
+    assert mount.umount() == 0
+
+
+def test_a_daemon_that_cannot_start_gives_an_exit_code_and_no_mount(mount: Mount) -> None:
+    mount.start("--max-restarts", "2", fail="1")
+    assert mount.wait() == EXIT_CANNOT_TELL
+    assert not is_mounted(mount.point)
+    assert "giving up after 3 failures" in mount.said()
+    assert "exit code 1" in mount.said()
+
+
+def test_a_program_that_does_not_exist_gives_an_exit_code_and_no_mount(mount: Mount) -> None:
+    mount.start("--max-restarts", "1", daemon=("/nonexistent/daemon",))
+    assert mount.wait() == EXIT_CANNOT_TELL
+    assert not is_mounted(mount.point)
+    assert "/nonexistent/daemon: No such file" in mount.said()
+
+
+def test_a_daemon_that_never_gets_ready_is_given_up(mount: Mount) -> None:
+    mount.start("--max-restarts", "0", "--start-timeout", "1", silent="1")
+    assert mount.wait() == EXIT_CANNOT_TELL
+    assert not is_mounted(mount.point)
+    assert "not ready in time" in mount.said()
+
+
+def test_who_waits_for_the_first_daemon_gets_eio(mount: Mount) -> None:
+    mount.start("--max-restarts", "0", "--start-timeout", "1", daemon=("sleep", "60"))
+    wait_until(lambda: is_mounted(mount.point), "mounted")
+    with pytest.raises(OSError, match=os.strerror(errno.EIO)) as caught:
+        os.listdir(mount.point)
+    assert caught.value.errno == errno.EIO
+    assert mount.wait() == EXIT_CANNOT_TELL
+
+
+def test_after_giving_up_everything_is_eio_and_restart_tries_again(mount: Mount) -> None:
+    mount.up("--max-restarts", "1")
+    (mount.point / "f").write_bytes(b"kept")
+    held = os.open(mount.point / "f", os.O_RDONLY)
+    Path(f"{mount.root}.fail").touch()
+    mount.kill_daemon()
+    wait_until(lambda: mount.phase() == "failed", "gives up")
+    with pytest.raises(OSError, match=os.strerror(errno.EIO)) as caught:
+        os.listdir(mount.point)
+    assert caught.value.errno == errno.EIO
+    assert is_mounted(mount.point), "a dead mount must not look like an empty directory"
+    assert "exit code 1" in str(mount.status()["last_failure"])
+    Path(f"{mount.root}.fail").unlink()
+    assert mount.ask("restart") == {"said": "trying again"}
+    wait_until(lambda: mount.phase() == "serving", "serves again")
+    assert os.pread(held, 9, 0) == b"kept"
+    os.close(held)
+    assert mount.umount() == 0
+
+
+def test_unmounted_after_giving_up_the_exit_code_is_loud(mount: Mount) -> None:
+    mount.up("--max-restarts", "0")
+    Path(f"{mount.root}.fail").touch()
+    daemon = mount.daemon_pid()
+    os.kill(daemon, signal.SIGSTOP)
+    mount.kill_daemon()
+    wait_until(lambda: mount.phase() == "failed", "gives up")
+    assert mount.umount() == EXIT_NOT_DURABLE
+
+
+def test_a_daemon_that_hangs_is_replaced(mount: Mount) -> None:
+    mount.up("--request-timeout", "1")
+    os.kill(mount.daemon_pid(), signal.SIGSTOP)
+    assert os.listdir(mount.point) == []
+    assert mount.status()["restarts"] == 1
+    assert "hangs" in mount.said()
+    assert mount.umount() == 0
+
+
+def test_a_daemon_that_does_not_retire_is_killed(mount: Mount) -> None:
+    mount.up("--exit-timeout", "0.3", "--grace-timeout", "0.3")
+    pid = mount.daemon_pid()
+    os.kill(pid, signal.SIGSTOP)
+    mount.ask("restart")
+    assert os.listdir(mount.point) == []
+    wait_until(lambda: mount.phase() == "serving", "serves")
+    assert mount.daemon_pid() != pid
+    assert mount.umount() == 0
+
+
+def test_sighup_swaps_the_daemon(mount: Mount) -> None:
+    mount.up()
+    assert mount.process is not None
+    mount.process.send_signal(signal.SIGHUP)
+    wait_until(lambda: mount.phase() == "serving" and mount.status()["life"] == 2, "swapped")
+    assert mount.status()["last_failure"] == ""
+    assert mount.umount() == 0
+
+
+def test_fusermount_mounts_and_unmounts(mount: Mount) -> None:
+    mount.up("--mount-with", "fusermount")
+    (mount.point / "f").write_bytes(b"x")
+    subprocess.run(["fusermount3", "-u", str(mount.point)], check=True)
+    assert mount.wait() == 0
+
+
+def test_what_is_no_directory_is_refused_in_one_line(mount: Mount, tmp_path: Path) -> None:
+    mount.start("--mountpoint", str(tmp_path / "missing"))
+    assert mount.wait() == EXIT_CANNOT_TELL
+    assert mount.said().count("\n") == 1
+    assert "missing" in mount.said()
+
+
+def test_the_status_socket_takes_only_what_it_knows(mount: Mount) -> None:
+    mount.up()
+    assert "unknown command" in str(mount.ask("reboot")["error"])
+    assert mount.socket.stat().st_mode & 0o777 == 0o600
+    silent = socket.socket(socket.AF_UNIX)
+    silent.connect(str(mount.socket))
+    assert mount.phase() == "serving"
+    silent.close()
+    with pytest.raises(FileNotFoundError):
+        ask(str(mount.socket) + ".none", "status")
+    assert mount.umount() == 0
+
+
+def test_failures_in_a_row_back_off_and_end() -> None:
+    life = Lifecycle(Limits(restarts_max=3, backoff_s_first=1.0, backoff_s_max=3.0))
+    waits = []
+    for _ in range(3):
+        assert life.failed("why", had_progress=False, now=100.0) is Phase.BACKOFF
+        waits.append(life.deadlines["phase"] - 100.0)
+    assert waits == [1.0, 2.0, 3.0]
+    assert life.failed("why", had_progress=False, now=100.0) is Phase.FAILED
+    assert life.exit_code == EXIT_CANNOT_TELL
+
+
+def test_a_daemon_that_answers_between_its_deaths_is_never_given_up() -> None:
+    life = Lifecycle(Limits(restarts_max=2), has_served=True)
+    for _ in range(500):
+        assert life.failed("SIGKILL", had_progress=True, now=7.0) is Phase.BACKOFF
+        assert life.deadlines["phase"] == 7.0
