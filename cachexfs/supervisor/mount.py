@@ -15,7 +15,7 @@ import socket
 import stat
 import subprocess
 
-from .passthrough import has_sys_admin
+from .privileges import has_sys_admin
 
 _MS_NOSUID = 2
 _MS_NODEV = 4

@@ -18,11 +18,12 @@ import stat
 import struct
 from dataclasses import dataclass, field
 
+from .privileges import has_sys_admin
+
 _BACKING_OPEN = 0x4010E501  # _IOW(229, 1, struct fuse_backing_map)
 _BACKING_CLOSE = 0x4004E502  # _IOW(229, 2, uint32_t)
 _BACKING_MAP = struct.Struct("<iIQ")
 _O_PATH = 0o10000000
-_CAP_SYS_ADMIN = 21
 #: Registrations that may exist at once: each pins an open file in the kernel.
 BACKINGS_MAX = 1 << 17
 
@@ -46,15 +47,6 @@ def probe(mode: str) -> str:
     if not has_sys_admin():
         return "no CAP_SYS_ADMIN"
     return ""
-
-
-def has_sys_admin() -> bool:
-    """Whether this process has CAP_SYS_ADMIN now."""
-    with open("/proc/self/status", encoding="ascii", errors="replace") as status:
-        for line in status:
-            if line.startswith("CapEff:"):
-                return bool(int(line.split()[1], 16) >> _CAP_SYS_ADMIN & 1)
-    return False
 
 
 @dataclass(slots=True)

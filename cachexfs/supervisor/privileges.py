@@ -85,9 +85,15 @@ def become(uid: int, gid: int) -> None:
 
 
 def capabilities() -> int:
-    """The permitted capabilities of this process, as a bit mask."""
-    with open("/proc/self/status", encoding="ascii", errors="replace") as status:
+    """The effective capabilities of this process, as a bit mask; all permitted ones are effective here."""
+    # Bytes: a codec would be imported now, and the interpreter's files may be out of the new user's reach.
+    with open("/proc/self/status", "rb") as status:
         for line in status:
-            if line.startswith("CapPrm:"):
+            if line.startswith(b"CapEff:"):
                 return int(line.split()[1], 16)
-    raise PrivilegeError("/proc/self/status has no CapPrm")
+    raise PrivilegeError("/proc/self/status has no CapEff")
+
+
+def has_sys_admin() -> bool:
+    """Whether this process has CAP_SYS_ADMIN now."""
+    return bool(capabilities() >> _CAP_SYS_ADMIN & 1)
