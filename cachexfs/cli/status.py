@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from dataclasses import dataclass
@@ -92,6 +93,8 @@ def _collect(path: str | None) -> list[Report]:
     reports: list[Report] = []
     for mount in mounts.read_mountinfo()[0]:
         entry_found = mounts.entry_of(mount, entries)
+        if entry_found is None and os.environ.get("CACHEXFS_RUNTIME_DIR"):
+            continue  # one of several nodes on this machine: the mounts of the others are not its own
         if entry_found is None:
             reports.append(Report(mount.mountpoint, None, {}, str(client.dead(mount.mountpoint, None))))
             continue

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from cli_support import FakeDaemon, Run, list_mount
 
-from cachexfs.cli import client, umount, wait
+from cachexfs.cli import client, mounts, umount, wait
 from cachexfs.cli import status as status_module
 
 STATUS: dict[str, object] = {
@@ -134,6 +134,19 @@ def test_a_node_alone_has_no_protection_to_lose(daemon: FakeDaemon, run: Run) ->
 def test_an_answer_with_unknown_fields_is_understood(daemon: FakeDaemon, run: Run) -> None:
     daemon.answers["status"] = [{"done": True, "mountpoint": "/m", "from_the_future": [1]}]
     assert run("status").code == 0
+
+
+def test_a_mount_of_another_runtime_directory_is_shown_where_none_was_asked_for(
+    daemon: FakeDaemon, kernel: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    daemon.answers["status"] = [STATUS]
+    list_mount(kernel, "/other", "0:5")
+    assert run("status").code == 0
+    monkeypatch.delenv("CACHEXFS_RUNTIME_DIR")
+    monkeypatch.setattr(mounts, "default_runtime_dir", lambda: str(daemon.runtime))
+    ran = run("status")
+    assert ran.code == 4
+    assert "no daemon of /other" in ran.err
 
 
 def test_no_mount_no_daemon_no_answer_exit_4(
