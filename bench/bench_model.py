@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import csv
 import gzip
-import math
 import os
 import sys
 import time
@@ -28,9 +27,10 @@ from cachexfs.model.evaluate import BASELINES, HeldOut, hold_out, paired_routes,
 from cachexfs.model.fitted import fit
 from cachexfs.model.intervals import FACTORS, weighted_conformal_factor
 from cachexfs.model.location import others_bound
-from cachexfs.model.observe import Observations, observations
+from cachexfs.model.observe import FILE_PER_PROCESS, SHARED_FILE, Observations, observations
 from cachexfs.model.risk import exposure, waste
 from cachexfs.model.simulation import Scenario, simulate
+from cachexfs.model.tracker import StateTracker
 
 BUNDLED = Path(evaluate.__file__).parent / "data"
 FILES = {"archer": "archer_writes.csv.gz", "nersc": "nersc_abc_writes.csv.gz", "vast": "vast_eval_writes.csv.gz"}
@@ -151,34 +151,68 @@ def _unsaturated(results: Sequence[tuple[Series, HeldOut]]) -> None:
         print(f"  unsaturated IOR sets ({len(loose)}): {own:.1f} against the straight line's {line:.1f}")
 
 
-def coverage(series: Sequence[Series]) -> None:
-    heading("Coverage of 80% and 95% intervals, factors from the other systems only")
-    for factor in (2, 4, 8):
-        results = held(series, factor)
+def calibration_sets(archer: Rows, vast: Rows) -> dict[str, list[Series]]:
+    """All sets by access, one group per system, filesystem and interface: what the intervals are calibrated on."""
+    parts: dict[tuple[str, str], Rows] = defaultdict(list)
+    kinds: dict[str, str] = {}
+    for row in archer:
+        if row["concurrent_jobs"] not in ("", "1.0"):
+            continue
+        kind = SHARED_FILE if "shared" in row["access"] else FILE_PER_PROCESS
+        name = f"IOR {row['fs']}" if row["source"] == "archer-ior" else f"benchio {row['api'].split()[0]}"
+        group = f"{name} {'shared' if kind == SHARED_FILE else 'fpp'}"
+        kinds[group] = kind
+        parts[group, row["series"]].append(row)
+    for row in vast:
+        kinds["VAST fpp"] = FILE_PER_PROCESS
+        parts["VAST fpp", row["series"]].append(row)
+    out: dict[str, list[Series]] = defaultdict(list)
+    for s in _enough(parts):
+        out[kinds[s.group]].append(s)
+    return out
+
+
+KINDS = ("level medians", "single checkpoints")
+
+
+def coverage(sets: dict[str, list[Series]]) -> None:
+    heading("Coverage of 80% and 95% intervals, factors from the other systems only (Nmax/2, /4 and /8 together)")
+    for access, series in sets.items():
+        results = [r for factor in (2, 4, 8) for r in held(series, factor)]
         groups = sorted({s.group for s, _ in results})
         if len(groups) < 2:
-            print("needs two systems or more: give --data")
-            return
-        for kind in ("level medians", "single checkpoints"):
-            by_system = []
+            print(f"{access}: needs two systems or more; give --data")
+            continue
+        for kind in KINDS:
+            rows = []
             for group in groups:
                 others = [(s, h) for s, h in results if s.group != group]
                 own = np.concatenate([_scaled(h, kind) for s, h in results if s.group == group])
-                row = [float(np.mean(own <= _factor(others, kind, q))) for q in (0.80, 0.95)]
-                by_system.append(row)
-            mean = np.mean(by_system, axis=0)
-            detail = ", ".join(f"{g} {a:.2f}/{b:.2f}" for g, (a, b) in zip(groups, by_system, strict=True))
-            print(f"Nmax/{factor} {kind:20} mean over systems {mean[0]:.3f} / {mean[1]:.3f}   ({detail})")
+                weight = np.concatenate(
+                    [
+                        np.full(_scaled(h, kind).size, 1.0 / _scaled(h, kind).size)
+                        for s, h in results
+                        if s.group == group
+                    ]
+                )
+                rows.append([float(np.average(own <= _factor(others, kind, q), weights=weight)) for q in (0.80, 0.95)])
+            a, b = np.mean(rows, axis=0)
+            inside = abs(a - 0.80) <= 0.06 and abs(b - 0.95) <= 0.04
+            print(
+                f"{access}, {kind}: mean over systems {a:.3f} / {b:.3f}: {'met' if inside else 'NOT MET'}"
+                " (bounds 0.80 +- 0.06, 0.95 +- 0.04)"
+            )
+            print("    " + ", ".join(f"{g} {x:.2f}/{y:.2f}" for g, (x, y) in zip(groups, rows, strict=True)))
 
 
 def _scaled(h: HeldOut, kind: str) -> np.ndarray:
-    return h.scaled_level if kind == "level medians" else h.scaled_rows
+    return h.scaled_level if kind == KINDS[0] else h.scaled_rows
 
 
 def _factor(results: Sequence[tuple[Series, HeldOut]], kind: str, q: float) -> float:
     """Quantile in which each system counts the same, and each series within it."""
     values, weights = [], []
-    count = defaultdict(int)
+    count: dict[str, int] = defaultdict(int)
     for s, _ in results:
         count[s.group] += 1
     for s, h in results:
@@ -188,11 +222,31 @@ def _factor(results: Sequence[tuple[Series, HeldOut]], kind: str, q: float) -> f
     return weighted_conformal_factor(np.concatenate(values), np.concatenate(weights), q)
 
 
-def calibrate(series: Sequence[Series]) -> None:
-    heading("Factors for cachexfs/model/intervals.py (all systems, Nmax/2 and Nmax/4)")
-    results = held(series, 2) + held(series, 4)
-    for kind in ("level medians", "single checkpoints"):
-        print(f"  {kind}: " + ", ".join(f"{q}: {_factor(results, kind, q):.2f}" for q in (0.80, 0.95)))
+def calibrate(sets: dict[str, list[Series]], nersc: Rows) -> None:
+    heading("Factors for cachexfs/model/intervals.py")
+    everything = [s for series in sets.values() for s in series]
+    for access, series in (*sets.items(), ("", everything)):
+        results = [r for factor in (2, 4, 8) for r in held(series, factor)]
+        for kind in KINDS:
+            factors = ", ".join(f"{q}: {_factor(results, kind, q):.2f}" for q in (0.80, 0.95))
+            print(f"  {access or 'all sets':18}{kind:20}{factors}")
+    scaled, weights = [], []
+    for rows in nersc_series(nersc).values():
+        tracker = StateTracker()
+        early = []
+        for row in rows[:60]:
+            value = float(row["seconds"])
+            if tracker.ready:
+                forecast = tracker.forecast()
+                early.append(abs(np.log(value / forecast.median_s)) / forecast.log_sd)
+            tracker.update(value)
+        scaled.append(np.array(early))
+        weights.append(np.full(len(early), 1.0 / len(early)))
+    joined = np.concatenate(scaled), np.concatenate(weights)
+    print(
+        "  tracker           first 60 jobs       "
+        + ", ".join(f"{q}: {weighted_conformal_factor(*joined, q):.2f}" for q in (0.80, 0.95))
+    )
     print(f"  in use: {FACTORS}")
 
 
@@ -231,38 +285,59 @@ def production(rows: Rows) -> None:
 
 
 def contention(archer: Rows) -> None:
-    heading("Other jobs writing (ARCHER dual and quad, 128 MiB per writer, striped, shared file)")
+    heading("Other jobs writing (ARCHER dual and quad, 128 MiB per writer, striped, shared file, N <= 3072)")
     suffix = "ARCHER/fs3/striped/MPI-IO/bpw128MiB"
-    alone: dict[int, list[float]] = defaultdict(list)
+    alone: dict[str, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
     busy: dict[tuple[int, int], list[float]] = defaultdict(list)
-    ior: dict[tuple[str, int], list[float]] = defaultdict(list)
+    ior: list[float] = []
     for row in archer:
         n, seconds = int(row["writers"]), float(row["seconds"])
-        if row["series"].endswith(suffix):
-            if row["concurrent_jobs"] == "1.0":
-                alone[n].append(seconds)
-            else:
-                busy[int(float(row["concurrent_jobs"])), n].append(seconds)
-        if row["source"] == "archer-ior" and row["fs"] == "fs3" and row["access"].startswith("single-shared-file"):
-            ior[row["series"], n].append(float(row["gib_s"]))
-    spec = max(float(np.median(v)) for v in ior.values() if len(v) >= REPEATS_MIN)
-    print(f"B = {spec:.1f} GiB/s, the best median of the fs3 IOR shared-file series with 3 repeats")
-    size = 128 * 2.0**20
-    names = ("bound of section 1", "others ignored", "times the jobs")
-    errors: dict[tuple[str, int], list[float]] = defaultdict(list)
-    for (jobs, n), times in sorted(busy.items()):
-        if n not in alone or n > 3072:
-            continue
-        single, seen = float(np.median(alone[n])), float(np.median(times))
-        own = n * size
-        guesses = (others_bound(single, own, (jobs - 1) * own, spec * 2**30), single, single * jobs)
-        for name, guess in zip(names, guesses, strict=True):
-            errors[name, jobs].append(100 * abs(guess / seen - 1))
-    for name in names:
-        both = errors[name, 2] + errors[name, 4]
-        parts = ", ".join(f"{j} jobs {np.mean(errors[name, j]):.1f}" for j in (2, 4) if errors[name, j])
-        line = f"  {name:20} MAPE {np.mean(both):6.1f}%, median {np.median(both):5.1f}% ({len(both)} points; {parts})"
-        print(line + (f": {verdict(float(np.mean(both)), 8.0)}" if name == names[0] else ""))
+        if row["series"].endswith(suffix) and row["concurrent_jobs"] == "1.0":
+            alone[row["series"]][n].append(seconds)
+        elif row["series"].endswith(suffix):
+            busy[int(float(row["concurrent_jobs"])), n].append(seconds)
+        shared = row["source"] == "archer-ior" and row["fs"] == "fs3" and "shared" in row["access"]
+        if shared and row["stripe"] == "-1" and n >= 64:
+            ior.append(float(row["gib_s"]))
+    seen = {k: float(np.median(v)) for k, v in sorted(busy.items()) if k[1] <= 3072}
+    name, single = _same_benchmark(alone, seen)
+    spec = float(np.mean(ior))
+    print(f"single-job curve: {name} (of three block sizes the one that agrees at N <= 96, where others do not matter)")
+    print(f"B = {spec:.1f} GiB/s, mean over the fs3 IOR shared-file rows on all stripes at 64 clients and more")
+    rules = {
+        "all bytes / B": lambda n, jobs, b: others_bound(single[n], n * BYTES, (jobs - 1) * n * BYTES, b * 2**30),
+        "others ignored": lambda n, jobs, b: single[n],
+        "times the jobs": lambda n, jobs, b: single[n] * jobs,
+    }
+    for rule, guess in rules.items():
+        errors = {k: 100 * abs(guess(k[1], k[0], spec) / t - 1) for k, t in seen.items()}
+        mean = float(np.mean(list(errors.values())))
+        parts = ", ".join(f"{j} jobs {np.mean([e for k, e in errors.items() if k[0] == j]):.1f}" for j in (2, 4))
+        print(
+            f"  {rule:16} MAPE {mean:6.1f}%, median {np.median(list(errors.values())):5.1f}% ({len(seen)} points; {parts})"
+            + (f": {verdict(mean, 8.0)}" if rule == "all bytes / B" else "")
+        )
+    scan = {
+        b: np.mean([abs(rules["all bytes / B"](k[1], k[0], b) / t - 1) for k, t in seen.items()])
+        for b in (9, 11.5, 12, 13, 13.5, 16, 22)
+    }
+    print("  it depends on B: " + ", ".join(f"{b:g} GiB/s {100 * e:.1f}%" for b, e in scan.items()))
+
+
+BYTES = 128 * 2.0**20
+
+
+def _same_benchmark(
+    alone: dict[str, dict[int, list[float]]], seen: dict[tuple[int, int], float]
+) -> tuple[str, dict[int, float]]:
+    """The single-job series closest to the busy ones at up to 96 writers."""
+    small = sorted({n for _, n in seen if n <= 96})
+    medians = {
+        k: {n: float(np.median(t)) for n, t in v.items()} for k, v in alone.items() if all(n in v for n in small)
+    }
+    far = {k: sum(abs(np.log(v[n] / seen[j, n])) for j in (2, 4) for n in small) for k, v in medians.items()}
+    name = min(far, key=lambda k: far[k])
+    return name, medians[name]
 
 
 def risk_checks() -> None:
@@ -442,7 +517,7 @@ def main() -> int:
         return 2
     series = file_per_process(archer, vast)
     if options.calibrate:
-        calibrate(series)
+        calibrate(calibration_sets(archer, vast), nersc)
         return 0
     if not archer:
         print(f"ARCHER is not in {options.data}: its tables are left out; give --data")
@@ -453,7 +528,7 @@ def main() -> int:
     extrapolation("File-per-process, slowest writer", series, {2: 6.0, 4: 7.4})
     if archer:
         extrapolation("Shared file, slowest writer (no bound: days differ)", shared_file(archer), {})
-    coverage(series)
+    coverage(calibration_sets(archer, vast))
     production(nersc)
     if archer:
         contention(archer)

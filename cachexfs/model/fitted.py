@@ -35,6 +35,8 @@ REPEAT_SD_DEFAULT = 0.10
 REPEAT_SD_MIN = 0.02
 EXTRA_SD = 0.05
 """Log sd of what neither the law nor repeats at one time show (day to day)."""
+REACH_SD = 0.06
+"""Log sd per octave beyond the measured writers: the law's slope may be wrong in a way that its grid lacks."""
 SPLIT_GAP = 5.0
 SPLIT_RATIO_MIN = 1.15
 SPLIT_ROWS_MIN = 4
@@ -85,7 +87,9 @@ class FittedModel:
         """Prediction for one checkpoint; units as in ``LocationModel.log_elements``. Never raises for a
         size that the data do not carry: it abstains."""
         log_median, law_sd = self.slowest.log_median_sd(writers, bytes_per_writer, other_bytes, load)
-        sd = math.sqrt(law_sd**2 + self.repeat_sd**2 + EXTRA_SD**2)
+        law = self.slowest
+        octaves = max(0.0, math.log2(writers / law.writers_max), math.log2(law.writers_min / writers))
+        sd = math.sqrt(law_sd**2 + self.repeat_sd**2 + EXTRA_SD**2 + (REACH_SD * octaves) ** 2)
         typical = None
         if self.typical is not None:
             slow = math.exp(log_median)
@@ -97,8 +101,8 @@ class FittedModel:
             math.exp(log_median),
             typical,
             sd,
-            scaled_interval(log_median, sd, 0.80),
-            scaled_interval(log_median, sd, 0.95),
+            scaled_interval(log_median, sd, 0.80, self.access),
+            scaled_interval(log_median, sd, 0.95, self.access),
             bool(reasons),
             reasons,
             self.tail,

@@ -15,8 +15,14 @@ import numpy as np
 from cachexfs.errors import UsageError
 from cachexfs.model.arrays import Floats
 
-FACTORS = {0.80: 1.35, 0.95: 3.0}
-"""Half width of the interval in log sd of one checkpoint (``Prediction.log_sd``)."""
+FACTORS: dict[str, dict[float, float]] = {
+    "file-per-process": {0.80: 1.25, 0.95: 3.08},
+    "shared-file": {0.80: 2.36, 0.95: 4.36},
+    "": {0.80: 1.84, 0.95: 4.25},
+    "tracker": {0.80: 1.71, 0.95: 6.62},
+}
+"""Half width of the interval of one checkpoint in log sd, by access ('' unknown: all sets together); ``tracker``:
+one step ahead, before enough residuals are known."""
 
 
 @dataclass(frozen=True)
@@ -31,26 +37,20 @@ class Interval:
         return self.low_s <= seconds <= self.high_s
 
 
-def scaled_interval(log_median: float, log_sd: float, coverage: float) -> Interval:
-    """exp(log_median -+ factor * log_sd) [s]; ``coverage`` 0.80 or 0.95."""
-    if coverage not in FACTORS:
+def scaled_interval(log_median: float, log_sd: float, coverage: float, kind: str) -> Interval:
+    """exp(log_median -+ factor * log_sd) [s]; ``coverage`` 0.80 or 0.95, ``kind`` a key of ``FACTORS``."""
+    factors = FACTORS.get(kind, FACTORS[""])
+    if coverage not in factors:
         raise UsageError("intervals are calibrated for 0.80 and 0.95 only")
-    reach = FACTORS[coverage] * log_sd
+    reach = factors[coverage] * log_sd
     return Interval(math.exp(log_median - reach), math.exp(min(log_median + reach, 700.0)))
 
 
-def conformal_factor(scaled: Floats, coverage: float) -> float:
-    """Split-conformal quantile: the ceil((n + 1) q)-th smallest |residual| / scale (inf if n is too small).
-
-    ``scaled`` (n,) absolute log residuals over their log sd. Source: Vovk et al. 2005; Lei et al. 2018.
-    """
-    values = np.sort(np.abs(scaled))
-    rank = math.ceil((values.size + 1) * coverage)
-    return float(values[rank - 1]) if rank <= values.size else math.inf
-
-
 def weighted_conformal_factor(scaled: Floats, weights: Floats, coverage: float) -> float:
-    """Quantile of |residual| / scale in which each system counts the same (``weights`` (n,) sum to 1)."""
+    """Quantile of |residual| / scale in which each system counts the same (``weights`` (n,)).
+
+    Leave-one-system-out conformal calibration, in the spirit of Dunn, Wasserman and Ramdas 2022.
+    """
     order = np.argsort(np.abs(scaled))
     cumulative = np.cumsum(weights[order])
     index = int(np.searchsorted(cumulative, coverage * cumulative[-1]))

@@ -135,5 +135,5 @@ class StateTracker:
             band80, band95 = empirical_band(residuals, 0.80), empirical_band(residuals, 0.95)
             pair = tuple(Interval(math.exp(centre + lo), math.exp(centre + hi)) for lo, hi in (band80, band95))
         else:
-            pair = tuple(scaled_interval(centre, scale, q) for q in (0.80, 0.95))
+            pair = tuple(scaled_interval(centre, scale, q, "tracker") for q in (0.80, 0.95))
         return Forecast(math.exp(centre), pair[0], pair[1], scale, self.observed, self.changed)

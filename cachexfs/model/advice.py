@@ -1,0 +1,155 @@
+"""Advice: route, interval and why, from a fitted model and what the job is.
+
+Role: composes prediction, boundaries, exposure, interval and route; behind ``advise`` and ``report``. Pure.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from cachexfs.errors import UsageError
+from cachexfs.model.delays import Delay
+from cachexfs.model.fitted import FittedModel, Prediction
+from cachexfs.model.risk import BestInterval, Exposure, Waste, exposure, optimal_interval, waste
+from cachexfs.model.route import ABSTAIN, OBSERVED_MIN, PARTNER, Decision, Evidence, decide_route
+from cachexfs.model.units import time_text
+
+SNAPSHOT_RATE = 2.5e9
+"""Bytes per second and writer into the mount's memory (measured: ``cachexfs bench``)."""
+PARTNER_SD = 0.2
+RECOVERY_S = 600.0
+NODE_MTBF_S = 5 * 365.25 * 86400.0
+KAPPA = 0.10
+
+
+@dataclass(frozen=True)
+class Job:
+    """The job. ``bytes_per_writer`` [B]; ``node_mtbf_s`` of one node [s]; ``partner_rate`` [B/s] per writer to the
+    partner's NVMe, None if unknown; stalls [s] of training per checkpoint, None for the default: the copy into
+    memory on the partner route, the whole write on the direct one; ``interval_s`` None for the best."""
+
+    writers: int
+    bytes_per_writer: float
+    nodes: int
+    node_mtbf_s: float = NODE_MTBF_S
+    partner_rate: float | None = None
+    stall_partner_s: float | None = None
+    stall_direct_s: float | None = None
+    kappa: float = KAPPA
+    recovery_s: float = RECOVERY_S
+    interval_s: float | None = None
+    gpus: int = 0
+    step_s: float = 0.0
+    load: float = 0.0
+
+    @property
+    def failures_per_s(self) -> float:
+        """Failures of the whole job [1/s]."""
+        return self.nodes / self.node_mtbf_s
+
+
+@dataclass(frozen=True)
+class Advice:
+    """What to do. ``direct``, ``partner`` and ``drain`` are the delays used; ``lines`` the three plain lines."""
+
+    decision: Decision
+    interval: BestInterval
+    interval_s: float
+    exposure: Exposure
+    waste: Waste
+    direct: Delay
+    partner: Delay
+    drain: Delay
+    stall_s: float
+    prediction: Prediction
+    lines: tuple[str, str, str]
+
+
+def advise(model: FittedModel, job: Job, partner_model: FittedModel | None = None) -> Advice:
+    """Route, interval and why for ``job`` on the filesystem of ``model``.
+
+    ``partner_model`` is a fit of copies to the partner; without it ``job.partner_rate``; without both the route
+    abstains. The drain is taken to cost what the direct write does: it meets the same filesystem.
+    """
+    if job.writers < 1 or job.nodes < 1 or not 0.0 <= job.kappa <= 1.0 or not job.node_mtbf_s > 0.0:
+        raise UsageError("a job needs writers and nodes of 1 or more, a node MTBF above 0 and kappa in [0, 1]")
+    prediction = model.predict(job.writers, job.bytes_per_writer, load=job.load)
+    direct = Delay(prediction.median_s, min(prediction.log_sd, 5.0), min(model.failed, 0.99))
+    snapshot = job.bytes_per_writer / SNAPSHOT_RATE
+    copy, partner_reasons, observed = _partner(job, partner_model)
+    stall_partner = snapshot if job.stall_partner_s is None else job.stall_partner_s
+    stall_direct = direct.mean_s() if job.stall_direct_s is None else job.stall_direct_s
+    rate = job.failures_per_s
+    first = optimal_interval(max(stall_partner, 1e-3), rate, copy)
+    planned = job.interval_s or first.chosen_s
+    decision = decide_route(
+        direct,
+        copy,
+        direct,
+        interval_s=planned,
+        failures_per_s=rate,
+        kappa=job.kappa,
+        stall_direct_s=stall_direct,
+        stall_partner_s=stall_partner,
+        evidence=Evidence(observed_partner=observed, law_reasons=(*prediction.reasons, *partner_reasons)),
+    )
+    on_partner = decision.use == PARTNER
+    stall = stall_partner if on_partner else stall_direct
+    durable = copy if on_partner else direct
+    later = Delay(copy.median_s + direct.median_s, direct.log_sd, direct.failed) if on_partner else direct
+    best = optimal_interval(max(stall, 1e-3), rate, durable)
+    used = job.interval_s or best.chosen_s
+    kappa = job.kappa if on_partner else 1.0
+    risk = exposure(used + stall, durable)
+    loss = waste(used, stall, rate, durable, later, kappa, job.recovery_s)
+    advice = Advice(decision, best, used, risk, loss, direct, copy, direct, stall, prediction, ("", "", ""))
+    return Advice(decision, best, used, risk, loss, direct, copy, direct, stall, prediction, _lines(advice, job))
+
+
+def _partner(job: Job, model: FittedModel | None) -> tuple[Delay, tuple[str, ...], int]:
+    """(delay to the partner, reasons to doubt it, observations of it)."""
+    if model is not None:
+        p = model.predict(job.writers, job.bytes_per_writer)
+        return Delay(p.median_s, min(p.log_sd, 5.0), min(model.failed, 0.99)), p.reasons, model.repeats_total
+    snapshot = job.bytes_per_writer / SNAPSHOT_RATE
+    if job.partner_rate is not None:
+        return Delay(snapshot + job.bytes_per_writer / job.partner_rate, PARTNER_SD), (), OBSERVED_MIN
+    assumed = Delay(snapshot + job.bytes_per_writer / 1e9, PARTNER_SD)
+    return assumed, ("the copy to the partner was not measured (give --partner or --partner-rate)",), OBSERVED_MIN
+
+
+def _lines(a: Advice, job: Job) -> tuple[str, str, str]:
+    d = a.decision
+    faster = f"direct {time_text(a.direct.median_s)} to the PFS, partner {time_text(a.partner.median_s)}"
+    if d.route == ABSTAIN:
+        route = f"Route: cannot tell; use {d.use} (the default) because {d.reasons[0]}."
+    else:
+        chance = d.p_partner if d.route == PARTNER else 1.0 - d.p_partner
+        route = f"Route: {d.route} (cheaper with probability {min(chance, 0.999):.2g}; {faster})."
+    level = "partner" if d.use == PARTNER else "PFS"
+    chosen = "as given" if job.interval_s else "wastes least"
+    if not job.interval_s and a.interval.floor_s > a.interval.exact_s:
+        chosen = "no shorter than the time until a checkpoint is durable"
+    interval = (
+        f"Interval: train {time_text(a.interval_s)} between saves ({chosen}); "
+        f"{100 * a.waste.exact:.2g}% of the time goes to saving, rollback and recovery."
+    )
+    mtbf = time_text(1.0 / job.failures_per_s)
+    cost = f"{time_text(a.exposure.mean_s)} of training"
+    if job.gpus:
+        cost += f" ({a.exposure.gpu_hours(job.gpus):.3g} GPU-hours)"
+    why = (
+        f"Why: {job.nodes} nodes fail every {mtbf}, a save stalls training {time_text(a.stall_s)}, and a failure costs "
+        f"{cost} on average until the {level} copy is durable; the partner does not cover {100 * job.kappa:.0f}% of "
+        "failures (assumed unless given); rare extreme stragglers are not predicted."
+    )
+    return route, interval, why
+
+
+def route_against_load(model: FittedModel, job: Job, partner_model: FittedModel | None = None) -> list[Decision]:
+    """The decision at PFS loads 0, 0.1, ... 0.9: what ``report`` draws. Stalls as in ``advise``."""
+    decisions = []
+    for tenth in range(10):
+        busy = Job(**{**{f: getattr(job, f) for f in job.__dataclass_fields__}, "load": tenth / 10})
+        decisions.append(advise(model, busy, partner_model).decision)
+    return decisions
