@@ -154,8 +154,8 @@ def dead(mountpoint: str, entry: mounts.Entry | None) -> DeadDaemonError:
     """The error for a mount whose daemon is gone (``entry``: what it had registered) or not registered at all."""
     if entry is None:
         return DeadDaemonError(
-            f"no daemon of {mountpoint} is registered in {' or '.join(mounts.runtime_dirs())}: is it another user's, or "
-            "another CACHEXFS_RUNTIME_DIR's? If it is dead, 'cachexfs mount' with the same options starts it again"
+            f"no daemon of {mountpoint} is registered in {' or '.join(mounts.runtime_dirs())}: is it another user's, "
+            "or of another CACHEXFS_RUNTIME_DIR? If it is dead, 'cachexfs mount' with the same options starts it again"
         )
     log = f" (its log is {entry.log})" if entry.log else ""
     return DeadDaemonError(
