@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from cachexfs.demo.cluster import LocalCluster
 from cachexfs.demo.control import xattr
 
 WAIT_TIMEOUT_S = 60.0
@@ -160,14 +161,15 @@ def _identity(path: Path) -> tuple[int, int, int]:
 
 
 @contextlib.contextmanager
-def pfs_away(pfs: Path) -> Iterator[None]:
-    """The PFS directory is not there."""
-    off = pfs.with_name("pfs.off")
-    pfs.rename(off)
+def pfs_away(cluster: LocalCluster) -> Iterator[None]:
+    """The PFS directory is not there. Its root has been looked at before: only then is a miss certain without it."""
+    os.listdir(cluster.nodes[0].mountpoint)
+    off = cluster.pfs.with_name("pfs.off")
+    cluster.pfs.rename(off)
     try:
         yield
     finally:
-        off.rename(pfs)
+        off.rename(cluster.pfs)
 
 
 @contextlib.contextmanager

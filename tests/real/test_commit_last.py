@@ -131,7 +131,7 @@ def test_a_pfs_that_comes_back_gets_shards_before_commit_files(
     cluster = make_cluster(3)
     mounts = [node.mountpoint for node in cluster.nodes]
     with PfsWatcher(cluster.pfs, templates) as watcher:
-        with pfs_away(cluster.pfs):
+        with pfs_away(cluster):
             for step in range(3):
                 templates[step % 2].save(mounts, f"ckpt/step-{step}")
         for step in range(3):

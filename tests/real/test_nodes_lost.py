@@ -22,7 +22,7 @@ SIZES = (0, 1, 4096, MIB - 1, MIB, 3 * MIB + 7)
 def test_partner_survives_the_loss_of_the_node_that_wrote(make_cluster: Callable[..., LocalCluster]) -> None:
     cluster = make_cluster(4, OPTIONS)
     mounts = [node.mountpoint for node in cluster.nodes]
-    with pfs_away(cluster.pfs):  # nothing can be at pfs: the claim is about the partner alone
+    with pfs_away(cluster):  # nothing can be at pfs: the claim is about the partner alone
         (mounts[0] / "d").mkdir()
         wanted = {f"d/f{size}": os.urandom(size) for size in SIZES}
         for name, data in wanted.items():
@@ -46,7 +46,7 @@ def test_fsync_survives_the_loss_of_the_node_at_once(make_cluster: Callable[...,
     cluster = make_cluster(3, OPTIONS)
     mounts = [node.mountpoint for node in cluster.nodes]
     data = os.urandom(2 * MIB + 3)
-    with pfs_away(cluster.pfs):
+    with pfs_away(cluster):
         write_file(mounts[0] / "closed", data)
         fd = os.open(mounts[0] / "open", os.O_CREAT | os.O_WRONLY)
         try:
@@ -76,7 +76,7 @@ def test_losing_the_partner_lowers_the_claim_until_there_is_another(
     cluster = make_cluster(4, OPTIONS)
     mounts = [node.mountpoint for node in cluster.nodes]
     data = os.urandom(MIB)
-    with pfs_away(cluster.pfs):
+    with pfs_away(cluster):
         write_file(mounts[0] / "f", data)
         partner = cluster.status(0).partner
         assert partner is not None
@@ -107,7 +107,7 @@ def test_a_checkpoint_is_restartable_from_survivors_without_the_pfs(
 ) -> None:
     cluster = make_cluster(4, OPTIONS)
     mounts = [node.mountpoint for node in cluster.nodes]
-    with pfs_away(cluster.pfs):
+    with pfs_away(cluster):
         templates[0].save(mounts, "ckpt/step-1")
         until("restartable at partner", lambda: xattr(mounts[1] / "ckpt/step-1", "restartable") == "partner")
         cluster.kill(0)
@@ -126,7 +126,7 @@ def test_a_file_that_nobody_has_any_more_is_named_and_its_checkpoint_not_restart
     """Both copies of n0's shards are destroyed at once; the catalogue lives, so that somebody can tell."""
     cluster = make_cluster(4, OPTIONS)
     mounts = [node.mountpoint for node in cluster.nodes]
-    with pfs_away(cluster.pfs):
+    with pfs_away(cluster):
         templates[0].save(mounts[:1], "step-1")
         until("restartable at partner", lambda: xattr(mounts[3] / "step-1", "restartable") == "partner")
         gone = [0, int((cluster.status(0).partner or "").removeprefix("n"))]
