@@ -78,6 +78,8 @@ class Child:
         self.peer, self.control, self.events = (pair[0] for pair in pairs)
         for sock in (self.peer, self.control, self.events):
             sock.setblocking(False)
+        #: Whether the daemon's end of the control socket is open.
+        self.is_asking = True
         self.pid = self._process.pid
         self.peer_fd = self.peer.fileno()
 

@@ -1,4 +1,4 @@
-"""The daemon's questions on the control socket: ready, register, unregister, stopping.
+"""The daemon's questions on the control socket: ready, register, offer, unregister, stopping.
 
 Role: receives one fixed-size message and at most one descriptor, checks both, acts, answers. What is not a
 message is answered with EINVAL and counted; descriptors that came along are always closed here.
@@ -17,6 +17,7 @@ from .messages import MESSAGE_BYTES, Call, MalformedError, Message, unpack
 from .passthrough import Backings, RefusedError
 
 _FDS_MAX = 8
+_WITH_FD = (Call.REGISTER, Call.OFFER)
 
 
 class Control:
@@ -31,15 +32,24 @@ class Control:
         self.refused = 0
         self.last_refusal = ""
 
-    def on_readable(self, sock: socket.socket) -> bool:
-        """One message; False when the daemon has closed its end."""
+    def drain(self, sock: socket.socket) -> bool:
+        """All messages that are there; False when the daemon has closed its end.
+
+        The pump calls this before it passes the reply to an open on: an offer was sent before that reply.
+        """
+        while (is_there := self.on_readable(sock)) is True:
+            pass
+        return is_there is None
+
+    def on_readable(self, sock: socket.socket) -> bool | None:
+        """One message: True. None when there is none now, False when the daemon has closed its end."""
         fds = array.array("i")
         try:
             raw, ancillary, flags, _ = sock.recvmsg(
                 MESSAGE_BYTES + 1, socket.CMSG_SPACE(_FDS_MAX * fds.itemsize), socket.MSG_CMSG_CLOEXEC
             )
         except BlockingIOError:
-            return True
+            return None
         except OSError:
             return False
         for level, kind, data in ancillary:
@@ -53,18 +63,21 @@ class Control:
         finally:
             for fd in fds:
                 os.close(fd)
-        try:
-            sock.send(reply.pack())
-        except OSError:
-            pass  # it does not read its answers; its own deadline tells it
+        if reply is not None:
+            try:
+                sock.send(reply.pack())
+            except OSError:
+                pass  # it does not read its answers; its own deadline tells it
         return True
 
-    def _answer(self, raw: bytes, fds: list[int], is_cut: bool) -> Message:
+    def _answer(self, raw: bytes, fds: list[int], is_cut: bool) -> Message | None:
         sequence = 0
+        is_answered = True
         try:
             message = unpack(raw)
             sequence = message.sequence
             _check(message, len(fds), is_cut)
+            is_answered = message.kind != Call.OFFER
             value = self._act(message, fds)
         except MalformedError as error:
             value = self._refuse(errno.EINVAL, f"control message: {error}")
@@ -72,10 +85,10 @@ class Control:
             value = self._refuse(error.code, f"descriptor: {error}")
         except OSError as error:
             value = self._refuse(error.errno or errno.EIO, f"kernel: {error.strerror}")
-        return Message(Call.READY, sequence, value, 0, is_reply=True)
+        return Message(Call.READY, sequence, value, 0, is_reply=True) if is_answered else None
 
     def _act(self, message: Message, fds: list[int]) -> int:
-        if message.kind == Call.REGISTER:
+        if message.kind in _WITH_FD:
             if self.no_passthrough:
                 raise RefusedError(errno.EOPNOTSUPP, self.no_passthrough)
             return self._backings.register(message.fh, fds[0])
@@ -96,5 +109,5 @@ class Control:
 def _check(message: Message, fd_count: int, is_cut: bool) -> None:
     if is_cut or message.is_reply or message.kind not in Call.__members__.values():
         raise MalformedError("cut, a reply, or of unknown kind")
-    if fd_count != (1 if message.kind == Call.REGISTER else 0):
+    if fd_count != (1 if message.kind in _WITH_FD else 0):
         raise MalformedError(f"{fd_count} descriptors")

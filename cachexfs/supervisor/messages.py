@@ -32,6 +32,7 @@ class Call(enum.IntEnum):
     REGISTER = 2  # one descriptor comes along: back file handle ``fh`` with it
     UNREGISTER = 3  # forget the backing of ``fh`` as soon as no open uses it
     STOPPING = 4  # finished on purpose with exit code ``value``: unmount, do not restart
+    OFFER = 5  # as REGISTER, without an answer; in force for the next reply on the FUSE socket
 
 
 class Event(enum.IntEnum):

@@ -30,6 +30,11 @@ _POOL_MAX = 32
 #: Notifications that may wait for the kernel; a daemon that is further ahead is broken.
 NOTIFICATIONS_MAX = 65536
 _AGAIN = (errno.EAGAIN, errno.EINTR, errno.ENOENT)
+_FILE_OPENS = (wire.OPEN, wire.CREATE, wire.TMPFILE)
+#: The kernel asks for it before every buffered or passed-through write. The mount is nosuid and no daemon keeps
+#: file capabilities, so the answer is always the same.
+_CAPABILITY = b"security.capability\0"
+_CAPABILITY_AT = slice(wire.IN_HEADER.size + 8, wire.IN_HEADER.size + 8 + len(_CAPABILITY))
 _ERRNO_MAX = 511
 #: How long a turn may take under steady traffic, before deadlines and the others are looked at. Seconds.
 _TURN_S_MAX = 1.0
@@ -60,6 +65,8 @@ class Pump:
         self._init_unique = 0
         #: Called when a daemon has answered INIT, with what is wrong with the answer (empty: nothing).
         self.on_init: Callable[[str], None] = lambda why: None
+        #: Called before the reply to an open is looked at: what the daemon had offered for it is taken now.
+        self.before_open: Callable[[], None] = lambda: None
         #: The connection has ended: unmounted or aborted.
         self.is_ended = False
         #: Everything is answered with EIO.
@@ -197,6 +204,9 @@ class Pump:
         if self.is_failing:
             self._fail(opcode, unique, view[:size])
             return
+        if opcode == wire.GETXATTR and view[_CAPABILITY_AT] == _CAPABILITY:
+            self._answer(wire.error_reply(unique, errno.ENODATA), unique)
+            return
         request: bytes | memoryview
         if size <= _COPY_BYTES_MAX:
             if opcode in IDENTIFIED:
@@ -300,6 +310,8 @@ class Pump:
                 self._init_replied(view[:size], request)
                 return True
             if not error_code or request[4] in (wire.RELEASE, wire.RELEASEDIR):
+                if request[4] in _FILE_OPENS:
+                    self.before_open()
                 error_code = -self._session.replied(request, view[:size]) or error_code
                 if error_code and length != wire.OUT_HEADER.size:
                     self._refuse("an open reply that is too short")

@@ -64,6 +64,7 @@ class Supervisor:
         self._session = Session(self._backings, plan.payload_bytes_max, plan.no_passthrough)
         self._pump = Pump(plan.device_fd, self._session, self._epoll, plan.spin_s)
         self._pump.on_init = self._init_answered
+        self._pump.before_open = self._drain_control
         self._control = Control(self._backings, self._daemon_ready, self._daemon_stopping)
         self._child: Child | None = None
         self._is_initialised = self._is_ready = False
@@ -120,13 +121,18 @@ class Supervisor:
     def _other(self, fd: int) -> None:
         child = self._child
         if child is not None and fd == child.control.fileno():
-            if not self._control.on_readable(child.control):
-                self._epoll.unregister(fd)
+            self._drain_control()
         elif fd == self._signal_fd:
             for number in set(os.read(self._signal_fd, 512)):
                 self._signal(number)
         else:
             self._status.on_event(fd)
+
+    def _drain_control(self) -> None:
+        child = self._child
+        if child is not None and child.is_asking and not self._control.drain(child.control):
+            child.is_asking = False
+            self._epoll.unregister(child.control.fileno())
 
     def _signal(self, number: int) -> None:
         if number == signal.SIGCHLD:
@@ -236,10 +242,8 @@ class Supervisor:
         assert child is not None
         child.kill()
         self._pump.detach()
-        try:
+        if child.is_asking:
             self._epoll.unregister(child.control.fileno())
-        except OSError:
-            pass  # it had closed its end, and was taken out then
         code = child.reap()
         self._child = None
         self._backings.daemon_gone()

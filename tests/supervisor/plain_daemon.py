@@ -122,7 +122,7 @@ class Plain(pyfuse3.Operations):
         self.nodes[fh] = node
         self.open_nodes[node] = self.open_nodes.get(node, 0) + 1
         if self.supervisor is not None:
-            self.supervisor.register(fh, fd)
+            self.supervisor.offer(fh, fd)
         return fh
 
     def fd(self, fh: int) -> int:

@@ -163,6 +163,7 @@ def exchange(control: Control, raw: bytes, fds: list[int]) -> Message:
         (Message(Call.REGISTER, fh=3).pack(), 0),
         (Message(Call.REGISTER, fh=3).pack(), 2),
         (Message(Call.REGISTER, fh=3).pack(), 20),
+        (Message(Call.OFFER, fh=3).pack(), 0),
     ],
 )
 def test_what_is_no_message_is_refused(control: Control, raw: bytes, fds: int) -> None:
