@@ -348,6 +348,8 @@ class Supervisor:
 
     def _mount_gone(self) -> None:
         life = self._life
+        if self._child is None and life.has_served:
+            life.exit_code = life.exit_code or EXIT_NOT_DURABLE
         life.enter(Phase.ENDED)
         life.deadlines.pop("stop", None)
         self._tell_ready("failed: unmounted")

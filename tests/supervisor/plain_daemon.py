@@ -157,6 +157,8 @@ class Plain(pyfuse3.Operations):
 
     async def mkdir(self, parent, name, mode, ctx):
         path = self.at(parent, name)
+        if DIE and self.supervisor is not None:
+            self.applied("id", (self.supervisor.request_id(ctx.pid), self.supervisor.is_replay(ctx.pid)))
         replayed = self.take(wire.MKDIR, parent, name)
         try:
             os.mkdir(path, mode & 0o7777)

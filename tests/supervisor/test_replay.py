@@ -102,6 +102,17 @@ def test_replayed_once_applied_once(mount: Mount, work: Callable[[Path], None]) 
     assert mount.umount() == 0
 
 
+def test_a_replay_shows_the_request_id_of_the_first_time(mount: Mount) -> None:
+    mount.up(die="mkdir")
+    os.mkdir(mount.point / "a")
+    os.mkdir(mount.point / "b")
+    lines = [line for line in Path(f"{mount.root}.applied").read_text().splitlines() if line.startswith("id ")]
+    first, again, other = [line[3:].strip("()").split(", ") for line in lines]
+    assert first[0] == again[0] != other[0]
+    assert [first[1], again[1], other[1]] == ["False", "True", "False"]
+    assert mount.umount() == 0
+
+
 def test_several_requests_of_one_moment_are_all_replayed(mount: Mount) -> None:
     mount.up(die="create,mkdir,unlink,rename")
     for i in range(3):
