@@ -2,10 +2,10 @@
 
 Role: ``Catalogue`` over etcd keys below ``/cachexfs/<job>/``. Called by the engine; made and run by the daemon.
 
-Concurrency: five tasks below ``run``, all in the trio thread. The *watch* alone changes ``view``, revision by revision.
-The *committer* has one transaction in flight and computes the next on a view that includes it. Two *barrier*
+Concurrency: the tasks below ``run`` are all in the trio thread. The *follower* alone changes ``view``, revision by
+revision. The *committer* has one transaction in flight and computes the next on a view that includes it. Two *barrier*
 tasks ask for the revision of the last mutation and wait until the view has it; whoever arrives meanwhile is
-served by the next. The *lease* task keeps this node's ``Life``. The *probe* notices, when nobody asks, that the
+served by the next. The *life keeper* renews this node's lease. The *probe* notices, when nobody asks, that the
 majority is gone or back, and that a watch has gone silent. Callers wait for an event that these tasks set.
 
 Outage: begins with the first exchange that fails and ends with the next that succeeds. When it is ``outage_limit_s``
@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import errno
 import itertools
-import math
 import random
 import secrets
 import ssl
@@ -27,42 +26,34 @@ from typing import TypeVar, cast
 
 import trio
 
-from cachexfs.adapters.etcd_batch import CALLS_MAX, FENCE_PREFIX, HEAD_KEY, Batch, Call, Outcome, compute, range_end
+from cachexfs.adapters.etcd_batch import CALLS_MAX, HEAD_KEY, Batch, Call, Outcome, compute, range_end
 from cachexfs.adapters.etcd_client import (
-    CODE_NOT_FOUND,
-    Empty,
     Endpoint,
     EtcdClient,
     EtcdRefusedError,
     EtcdUnreachableError,
-    Event,
-    KeepAliveAnswer,
     KeyValue,
-    LeaseAnswer,
     RangeAnswer,
     TxnAnswer,
-    WatchAnswer,
 )
-from cachexfs.core.records import Life, encode, life_key
-from cachexfs.core.replica import Change, Replica, Tx
+from cachexfs.adapters.etcd_follow import Follower
+from cachexfs.adapters.etcd_life import LifeKeeper
+from cachexfs.adapters.etcd_outage import Outage
+from cachexfs.core.records import Life, life_key
+from cachexfs.core.replica import Tx
 from cachexfs.engine.interfaces import Listener
-from cachexfs.errors import CatalogueUnavailableError, CorruptError, FsError
+from cachexfs.errors import FsError
 
 T = TypeVar("T")
 
 #: etcd's own limit unless its operator has raised it.
 TXN_OPS_DEFAULT = 128
 REQUEST_TIMEOUT_S = 2.5
-LOAD_TIMEOUT_S = 30.0
-PAGE_KEYS = 2000
 RETRY_S = 0.1
-#: A watch that has not delivered a revision known to exist for this long is opened anew, elsewhere.
-STALL_S = 1.0
 CONFLICT_PAUSE_S = 0.002
 #: After so many conflicts in a row the replica is not trusted any more.
 CONFLICTS_MAX = 30
 BARRIER_TASKS = 2
-LEASE_S_MIN = 2
 
 
 class EtcdCatalogue:
@@ -84,16 +75,18 @@ class EtcdCatalogue:
         node_timeout_s: float = 10.0,
         txn_ops_max: int = TXN_OPS_DEFAULT,
     ) -> None:
-        self.view = Replica()
-        self._client = EtcdClient(endpoints, tls, min(REQUEST_TIMEOUT_S, outage_limit_s))
         self._prefix = f"/cachexfs/{job}/".encode()
         self._node = node
-        self._life = life
-        self._outage_limit_s = outage_limit_s
-        self._lease_s = max(LEASE_S_MIN, math.ceil(node_timeout_s))
+        self._node_timeout_s = node_timeout_s
         self._txn_ops_max = txn_ops_max
-        self._listeners: list[Listener] = []
         self._closed = False
+        self._client = EtcdClient(endpoints, tls, min(REQUEST_TIMEOUT_S, outage_limit_s))
+        self._outage = Outage(outage_limit_s, self._expire)
+        self._follower = Follower(self._client, self._prefix, self._outage)
+        self.view = self._follower.view
+        self._keeper: LifeKeeper | None = None
+        if life is not None:
+            self._keeper = LifeKeeper(self._client, life, node_timeout_s, self.view, self._outage, self._submit)
         # committer
         self._queue: deque[Call[object]] = deque()
         self._queued = trio.Event()
@@ -106,30 +99,16 @@ class EtcdCatalogue:
         self._waiting: list[Call[None]] = []  # for the next exchange
         self._barriers: set[Call[None]] = set()  # all
         self._wanted = trio.Event()
-        # watch
-        self._advanced = trio.Event()
-        self._watch_scope = trio.CancelScope()
-        self._reload = False
-        self._loading = False
-        # lease
-        self._lease = 0
-        self._life_lease = 0
-        self._life_call: Call[None] | None = None
-        # outage
-        self._outage_since_s: float | None = None
-        self._stall_since_s: float | None = None
-        self._why = "no answer yet"
 
     # ---- the interface
     @property
     def outage_s(self) -> float:
         """See ``Catalogue``."""
-        since = [at for at in (self._outage_since_s, self._stall_since_s) if at is not None]
-        return trio.current_time() - min(since) if since else 0.0
+        return self._outage.age_s
 
     def listen(self, listener: Listener) -> None:
         """See ``Catalogue``."""
-        self._listeners.append(listener)
+        self._follower.listeners.append(listener)
 
     async def barrier(self) -> None:
         """See ``Catalogue``."""
@@ -148,7 +127,7 @@ class EtcdCatalogue:
         """See ``Catalogue``. A function that changes too many keys for one transaction fails with E2BIG."""
         self._refuse_if_out()
         call = Call(function)
-        self._submit(cast("Call[object]", call))
+        self._submit(call)
         try:
             await call.done.wait()
         finally:
@@ -163,64 +142,57 @@ class EtcdCatalogue:
         ``CorruptError`` for a record that cannot be read.
         """
         try:
-            await self._load_first()
+            await self._load()
             async with trio.open_nursery() as nursery:
-                nursery.start_soon(self._watch_loop)
+                nursery.start_soon(self._follower.run)
                 nursery.start_soon(self._commit_loop)
                 for _ in range(BARRIER_TASKS):
                     nursery.start_soon(self._barrier_loop)
                 nursery.start_soon(self._probe_loop)
-                if self._life is not None:
-                    await nursery.start(self._lease_loop)
+                if self._keeper is not None:
+                    await nursery.start(self._keeper.run)
                 task_status.started()
         finally:
             self._closed = True
-            self._why = "this node has left the catalogue"
+            self._outage.why = "this node has left the catalogue"
             self._expire()
             with trio.CancelScope(shield=True):
                 await self._client.aclose()
 
     async def leave(self) -> None:
-        """Take this node's ``Life`` away at once instead of when the lease ends. Nothing works afterwards but reads."""
-        if self._life is not None:
-            key, self._life = life_key(self._life.node), None  # the lease task ends
-            await self.mutate(lambda tx: tx.delete(key))
+        """Take this node's ``Life`` away at once instead of when the lease ends; ``run`` must still be running."""
+        if self._keeper is not None:
+            await self._keeper.give_back()
+            key = life_key(self._node)
+            await self.mutate(lambda tx: tx.delete(key))  # so that every node's next barrier sees it
+
+    async def _load(self) -> None:
+        while True:
+            began_s = trio.current_time()
             try:
-                await self._client.call("/v3/lease/revoke", {"ID": self._lease}, Empty)
-            except (EtcdUnreachableError, EtcdRefusedError):
-                return  # it ends by itself
+                await self._follower.load()
+            except (EtcdUnreachableError, EtcdRefusedError) as error:
+                self._outage.failed(began_s, error)
+                self._refuse_if_out()
+                await trio.sleep(RETRY_S)
+            else:
+                self._outage.answered()
+                self._fence_revision = self._follower.fences.get(self._node.encode(), 0)
+                return
 
     # ---- outage
     def _refuse_if_out(self) -> None:
-        if self._closed or self.outage_s >= self._outage_limit_s:
-            raise self._unavailable()
-
-    def _unavailable(self) -> CatalogueUnavailableError:
-        return CatalogueUnavailableError(f"the catalogue (etcd) is unavailable for {self.outage_s:.0f} s: {self._why}")
-
-    def _answered(self) -> None:
-        self._outage_since_s = None
-
-    def _failed(self, began_s: float, error: Exception) -> None:
-        self._why = str(error)
-        if self._outage_since_s is None:
-            self._outage_since_s = began_s
-        if self.outage_s >= self._outage_limit_s:
-            self._expire()
+        if self._closed or self._outage.is_over:
+            raise self._outage.error()
 
     def _expire(self) -> None:
         """Send away all who wait."""
-        outcome = Outcome(error=self._unavailable())
+        outcome = Outcome(error=self._outage.error())
         while self._queue:
             self._queue.popleft().settle(outcome)
         for call in self._barriers:
             call.settle(outcome)
         self._waiting.clear()
-
-    def _timeout_s(self) -> float:
-        """Time for one exchange: not beyond the end of all patience."""
-        left_s = self._outage_limit_s - self.outage_s
-        return self._client.timeout_s if left_s <= 0 else min(self._client.timeout_s, left_s)
 
     # ---- barriers
     async def _barrier_loop(self) -> None:
@@ -232,45 +204,33 @@ class EtcdCatalogue:
                 revision = await self._head()
                 if revision is None:
                     await trio.sleep(RETRY_S)
-                elif await self._reach(revision):
+                elif await self._follower.reach(revision):
                     for call in calls:
                         call.settle(_DONE)
 
     async def _head(self, *, probe: bool = False) -> int | None:
         """Revision of the last mutation of any node; None when there was no answer."""
         began_s = trio.current_time()
+        known = self.view.revision
         try:
             answer = await self._client.call(
-                "/v3/kv/range", {"key": self._prefix + HEAD_KEY}, RangeAnswer, self._timeout_s(), probe=probe
+                "/v3/kv/range",
+                {"key": self._prefix + HEAD_KEY},
+                RangeAnswer,
+                self._outage.timeout_s(self._client.timeout_s),
+                probe=probe,
             )
         except (EtcdUnreachableError, EtcdRefusedError) as error:
-            self._failed(began_s, error)
+            self._outage.failed(began_s, error)
             return None
-        self._answered()
-        if answer.header.revision < self.view.revision:  # etcd was set back: restored, or made anew
-            self._reload = True
-            self._reopen_watch()
+        self._outage.answered()
+        if answer.header.revision < known:  # etcd was set back: restored, or made anew
+            self._follower.reopen(load=True)
         return answer.kvs[0].mod_revision if answer.kvs else 0
 
-    async def _reach(self, revision: int) -> bool:
-        """Wait until the view includes a revision that etcd has; False at the outage's limit."""
-        while self.view.revision < revision or self._reload:
-            with trio.move_on_after(STALL_S) as scope:
-                await self._advanced.wait()
-            if not scope.cancelled_caught:
-                continue
-            if self._stall_since_s is None:
-                self._stall_since_s = trio.current_time() - STALL_S
-            self._why = f"changes up to revision {revision} do not arrive"
-            self._reopen_watch()
-            if self.outage_s >= self._outage_limit_s:
-                self._expire()
-                return False
-        return True
-
     # ---- mutations
-    def _submit(self, call: Call[object]) -> None:
-        self._queue.append(call)
+    def _submit(self, call: Call[T]) -> None:
+        self._queue.append(cast("Call[object]", call))
         self._queued.set()
 
     async def _commit_loop(self) -> None:
@@ -290,21 +250,23 @@ class EtcdCatalogue:
     async def _commit(self, batch: Batch) -> None:
         """One attempt. Afterwards calls that have got their outcome are out of the queue."""
         began_s = trio.current_time()
-        leases = {life_key(self._node): self._lease} if self._lease else {}
+        leases = self._keeper.leases if self._keeper else {}
         request = batch.request(self._prefix, self._node, self._fence_revision, leases)
         if batch.values:
             self._sent[batch.id] = batch
         try:
-            answer = await self._client.call("/v3/kv/txn", request, TxnAnswer, self._timeout_s())
+            answer = await self._client.call(
+                "/v3/kv/txn", request, TxnAnswer, self._outage.timeout_s(self._client.timeout_s)
+            )
         except EtcdUnreachableError as error:
-            self._failed(began_s, error)
+            self._outage.failed(began_s, error)
             await trio.sleep(RETRY_S)
             return
         except EtcdRefusedError as error:
             self._sent.pop(batch.id, None)
             await self._refused(batch, began_s, error)
             return
-        self._answered()
+        self._outage.answered()
         if answer.succeeded and batch.values:
             self._fence_revision = answer.header.revision
             self._sent.clear()
@@ -320,7 +282,7 @@ class EtcdCatalogue:
     async def _succeeded(self, batch: Batch, revision: int) -> None:
         self._conflicts = 0
         self._calls_max = CALLS_MAX
-        if await self._reach(revision):
+        if await self._follower.reach(revision):
             self._finish(batch)
 
     def _finish(self, batch: Batch) -> None:
@@ -342,202 +304,23 @@ class EtcdCatalogue:
                 return
         self._conflicts += 1
         if self._conflicts % CONFLICTS_MAX == 0:
-            self._reload = True
-            self._reopen_watch()
-        await self._reach(head)
+            self._follower.reopen(load=True)
+        await self._follower.reach(head)
 
     async def _refused(self, batch: Batch, began_s: float, error: EtcdRefusedError) -> None:
         """etcd will not carry out this batch: its fault, or that of one of its functions."""
-        if error.code == CODE_NOT_FOUND and self._life_call in batch.calls and self._life_call is not None:
-            self._lease = 0  # it has ended; the lease task takes another
-            self._life_call.settle(Outcome(error=error))
+        if self._keeper is not None and self._keeper.refused(error):
             self._forget_done()
         elif len(batch.calls) > 1:
             self._calls_max = len(batch.calls) // 2
         elif "space" in str(error):  # etcd's quota is used up: nobody's fault here, and it may pass
-            self._failed(began_s, error)
+            self._outage.failed(began_s, error)
             await trio.sleep(RETRY_S)
         else:
             batch.calls[0].settle(Outcome(error=FsError(errno.EIO, f"the catalogue refuses a change: {error}")))
             self._forget_done()
 
-    # ---- the watch
-    async def _load_first(self) -> None:
-        while True:
-            began_s = trio.current_time()
-            try:
-                await self._load()
-            except (EtcdUnreachableError, EtcdRefusedError) as error:
-                self._failed(began_s, error)
-                self._refuse_if_out()
-                await trio.sleep(RETRY_S)
-            else:
-                self._answered()
-                return
-
-    def _reopen_watch(self) -> None:
-        """Give the present watch up: the next is opened at another member."""
-        if not self._loading:
-            self._watch_scope.cancel()
-
-    async def _load(self) -> None:
-        """Read everything at one revision and make the replica equal to it."""
-        self._loading = True
-        try:
-            revision, rows = await self._read_all()
-        finally:
-            self._loading = False
-        self._reload = False
-        fence = self._prefix + FENCE_PREFIX + self._node.encode()
-        if not self.view.revision:
-            self._fence_revision = next((row.mod_revision for row in rows if row.key == fence), 0)
-        self._apply(revision, self._difference(revision, rows))
-
-    async def _read_all(self) -> tuple[int, list[KeyValue]]:
-        rows: list[KeyValue] = []
-        start, end, revision = self._prefix, range_end(self._prefix), 0
-        while True:
-            request = {"key": start, "range_end": end, "limit": PAGE_KEYS, "revision": revision}
-            answer = await self._client.call("/v3/kv/range", request, RangeAnswer, LOAD_TIMEOUT_S)
-            revision = revision or answer.header.revision
-            rows += answer.kvs
-            if not answer.more:
-                break
-            start = answer.kvs[-1].key + b"\0"
-        return revision, rows
-
-    def _difference(self, revision: int, rows: list[KeyValue]) -> list[Change]:
-        """Changes that lead from the replica to ``rows``, in the order of creation."""
-        set_back = revision < self.view.revision  # equal revisions then say nothing about equal contents
-        if set_back:
-            self.view.revision = 0
-        changes = []
-        found = set()
-        for row in sorted(rows, key=lambda row: (row.create_revision, row.key)):
-            key = self._own_key(row.key)
-            if key is None:
-                continue
-            found.add(key)
-            old = self.view.entry(key)
-            if old is not None and old.created != row.create_revision:
-                changes.append(Change(key, None, 0, revision))
-                old = None
-            if old is None or old.modified != row.mod_revision or (set_back and encode(old.record) != row.value):
-                changes.append(Change(key, row.value, row.create_revision, row.mod_revision))
-        gone = [Change(key, None, 0, revision) for key, _ in self.view.items() if key not in found]
-        return gone + changes
-
-    def _own_key(self, key: bytes) -> bytes | None:
-        """A key without the job's prefix; None for what is not a record."""
-        short = key[len(self._prefix) :]
-        return None if short == HEAD_KEY or short.startswith(FENCE_PREFIX) else short
-
-    async def _watch_loop(self) -> None:
-        while True:
-            with trio.CancelScope() as self._watch_scope:
-                try:
-                    if self._reload:
-                        await self._load()
-                    await self._watch()
-                except (EtcdUnreachableError, EtcdRefusedError) as error:
-                    self._why = str(error)
-            await trio.sleep(RETRY_S)
-
-    async def _watch(self) -> None:
-        request = {
-            "create_request": {
-                "key": self._prefix,
-                "range_end": range_end(self._prefix),
-                "start_revision": self.view.revision + 1,
-            }
-        }
-        async with self._client.watch(request) as watch:
-            while True:
-                for answer in await watch.next():
-                    self._take(answer)
-
-    def _take(self, answer: WatchAnswer) -> None:
-        if answer.canceled:
-            self._reload = answer.compact_revision > 0
-            raise EtcdUnreachableError(f"the watch was cancelled: {answer.cancel_reason or 'compacted'}")
-        for revision, events in itertools.groupby(answer.events, key=_revision_of):
-            if revision > self.view.revision:
-                self._apply(revision, [change for event in events if (change := self._change(event)) is not None])
-
-    def _change(self, event: Event) -> Change | None:
-        kv = event.kv
-        key = self._own_key(kv.key)
-        if key is None:
-            return None
-        return Change(key, None if event.type == "DELETE" else kv.value, kv.create_revision, kv.mod_revision)
-
-    def _apply(self, revision: int, changes: list[Change]) -> None:
-        try:
-            done = self.view.apply(revision, changes)
-        except ValueError as error:
-            raise CorruptError(
-                f"the catalogue holds a record at revision {revision} that this program cannot read ({error}): "
-                "all nodes of a job must run the same version"
-            ) from error
-        self._stall_since_s = None
-        self._advanced.set()
-        self._advanced = trio.Event()
-        if done:
-            for listener in self._listeners:
-                listener(done)
-
-    # ---- liveness
-    async def _lease_loop(self, task_status: trio.TaskStatus[None]) -> None:
-        started = False
-        while self._life is not None:
-            pause_s = self._lease_s / 3
-            try:
-                await self._keep_lease()
-                self._keep_life(self._life)
-            except (EtcdUnreachableError, EtcdRefusedError) as error:
-                self._why = str(error)
-                pause_s = min(pause_s / 3, 0.5)
-            if not started and self._life_call is not None:
-                await self._life_call.done.wait()
-                started = self._life_there(self._life)
-                if started:
-                    task_status.started()
-                elif self._closed or self.outage_s >= self._outage_limit_s:
-                    raise self._unavailable()
-                else:
-                    pause_s = RETRY_S
-            await trio.sleep(pause_s)
-
-    def _life_there(self, life: Life) -> bool:
-        entry = self.view.entry(life_key(life.node))
-        return entry is not None and entry.record == life and self._life_lease == self._lease
-
-    async def _keep_lease(self) -> None:
-        if self._lease:
-            kept = await self._client.call("/v3/lease/keepalive", {"ID": self._lease}, KeepAliveAnswer)
-            if kept.result.TTL > 0:
-                return
-            self._lease = 0
-        granted = await self._client.call("/v3/lease/grant", {"TTL": self._lease_s}, LeaseAnswer)
-        self._lease = granted.ID
-
-    def _keep_life(self, life: Life) -> None:
-        """Put our ``Life`` under the present lease unless it is there."""
-        if self._life_call is not None and not self._life_call.done.is_set():
-            return
-        if self._life_there(life):
-            return
-        key = life_key(life.node)
-
-        def put(tx: Tx) -> None:
-            if not self._lease:  # it would stay for ever
-                raise FsError(errno.ESTALE, "the lease has ended")
-            self._life_lease = self._lease
-            tx.put(key, life)
-
-        self._life_call = Call(put)
-        self._submit(cast("Call[object]", self._life_call))
-
+    # ---- the probe
     async def _probe_loop(self) -> None:
         suspect: tuple[int, set[bytes]] | None = None
         while True:
@@ -545,9 +328,9 @@ class EtcdCatalogue:
             if revision is None:
                 await trio.sleep(RETRY_S)
                 continue
-            await self._reach(revision)
+            await self._follower.reach(revision)
             suspect = await self._compare_lives(suspect)
-            await trio.sleep(self._lease_s / 3)
+            await trio.sleep(self._node_timeout_s / 3)
 
     async def _compare_lives(self, suspect: tuple[int, set[bytes]] | None) -> tuple[int, set[bytes]] | None:
         """The end of a lease changes no ``head``: a silent watch that misses it is found by looking.
@@ -565,7 +348,7 @@ class EtcdCatalogue:
             return None
         found = (self.view.revision, there)
         if found == suspect:
-            self._reopen_watch()
+            self._follower.reopen()
         return found
 
 
@@ -574,10 +357,6 @@ _DONE = Outcome()
 
 def _nothing(tx: Tx) -> None:
     """What a barrier does."""
-
-
-def _revision_of(event: Event) -> int:
-    return event.kv.mod_revision
 
 
 def _kvs(answer: TxnAnswer, index: int) -> list[KeyValue]:

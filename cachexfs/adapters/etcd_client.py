@@ -25,7 +25,7 @@ import trio
 A = TypeVar("A", bound=msgspec.Struct)
 
 CONNECT_TIMEOUT_S = 1.0
-IDLE_CONNECTIONS_MAX = 4
+IDLE_CONNECTIONS_MAX = 8
 ANSWER_BYTES_MAX = 256 << 20
 RECEIVE_BYTES = 1 << 18
 PENALTY_S_MIN = 0.5
@@ -290,8 +290,7 @@ class EtcdClient:
     async def aclose(self) -> None:
         """Close idle connections."""
         for place in self._places:
-            while place.idle:
-                await place.idle.pop().close()
+            await _close_all(place.idle)
 
     @asynccontextmanager
     async def _connection(self, *, fresh: bool = False, probe: bool = False) -> AsyncIterator[_Connection]:
@@ -323,6 +322,8 @@ class EtcdClient:
                     place.idle.append(connection)
                 else:
                     await connection.close()
+            if not done:  # the idle ones have met the same fate, and each would fail another request
+                await _close_all(place.idle)
 
     def _choose(self, *, probe: bool) -> _Place:
         """The first endpoint without a failure; else, and for a probe first, the one whose penalty ends first."""
@@ -351,6 +352,11 @@ class EtcdClient:
         else:
             place.penalty_s = min(max(2 * place.penalty_s, PENALTY_S_MIN), PENALTY_S_MAX)
             place.free_at_s = trio.current_time() + place.penalty_s
+
+
+async def _close_all(connections: list[_Connection]) -> None:
+    while connections:
+        await connections.pop().close()
 
 
 def _decode(data: bytes, kind: type[A]) -> A:

@@ -297,8 +297,10 @@ async def test_a_node_that_leaves_is_gone_at_once_and_one_that_returns_has_a_new
 async def test_a_lost_lease_is_taken_again(clear_member: EtcdCluster) -> None:
     here = clear_member.client("again", "n0", node_timeout_s=2)
     async with running(here):
+        keeper = here._keeper
+        assert keeper is not None
         raw = EtcdClient(clear_member.endpoints, None, 5.0)
-        await raw.call("/v3/lease/revoke", {"ID": here._lease}, Empty)
+        await raw.call("/v3/lease/revoke", {"ID": keeper.lease}, Empty)
         await raw.aclose()
         await until(here, lambda: not here.view.is_live("n0"))
         await until(here, lambda: here.view.is_live("n0"))
@@ -308,8 +310,10 @@ async def test_a_lost_lease_is_taken_again(clear_member: EtcdCluster) -> None:
 async def test_a_mutation_beside_a_life_without_lease_does_not_suffer(clear_member: EtcdCluster) -> None:
     client = clear_member.client("beside", "n0")
     async with running(client):
-        client._lease = 12345  # no such lease: etcd refuses the transaction that wants it
-        client._keep_life(client._life)  # type: ignore[arg-type]
+        keeper = client._keeper
+        assert keeper is not None
+        keeper.lease = 12345  # no such lease: etcd refuses the transaction that wants it
+        keeper.ensure()
         assert await client.mutate(adder(FID)) == 1
 
 
