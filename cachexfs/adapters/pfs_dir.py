@@ -8,6 +8,8 @@ silence. So ``PFS_DIR/.cachexfs/id`` holds a random token, made by the first mou
 The token is the identity. Device and inode numbers alone would not do: a remount changes the device, and a new
 directory may get the old one's inode.
 
+A child that has read the token once then only looks whether the id file is still the same file.
+
 *Safe ways*: directories are opened one component at a time with ``O_NOFOLLOW``, everything else goes by the
 descriptor of its directory. A symlink planted on the PFS leads nowhere.
 """
@@ -20,6 +22,7 @@ import os
 import secrets
 import stat
 import time
+import zlib
 from dataclasses import dataclass
 from types import TracebackType
 
@@ -30,6 +33,9 @@ ID_NAME = b"id"
 #: Temporaries beside their destination (only where a rename from ``.cachexfs`` gives EXDEV). Reserved.
 BESIDE_PREFIX = b".cachexfs-tmp-"
 TOKEN_CHARS = 32
+#: Prepared files are spread over so many directories, by name: a directory's lock, in every client and server, is held
+#: during each create and rename in it.
+TMP_SHARDS = 16
 #: How long an id file may be short: another node has created it and not yet written it.
 TOKEN_WAIT_S = 2.0
 NAME_BYTES_MAX = 255
@@ -46,6 +52,10 @@ class PfsIdentity:
     dev: int
     ino: int
     token: str
+
+
+#: What the id file with a token looked like when it was read: token -> device, inode, ctime.
+Memory = dict[str, tuple[int, int, int]]
 
 
 class RootError(OSError):
@@ -102,13 +112,14 @@ class PfsDir:
     """The PFS directory, opened for one call.
 
     Parameters: ``path`` PFS_DIR; ``identity`` what it must be, None only for ``establish``; ``mutating`` demands the
-    token, while a call that only reads is content with the same device and inode.
-    Raises ``RootError``.
+    token, while a call that only reads is content with the same device and inode; ``memory`` lives as long as the
+    process. Raises ``RootError``.
     """
 
-    def __init__(self, path: bytes, identity: PfsIdentity | None, *, mutating: bool) -> None:
+    def __init__(self, path: bytes, identity: PfsIdentity | None, memory: Memory, *, mutating: bool) -> None:
         self._fds: list[int] = []
         self._state_fd: int | None = None
+        self._memory = memory
         try:
             self.root = os.open(path, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
         except OSError as error:
@@ -130,11 +141,25 @@ class PfsDir:
         self.dev, self.ino = found.st_dev, found.st_ino
         if identity is None or (not mutating and (self.dev, self.ino) == (identity.dev, identity.ino)):
             return
+        seen = self._id_file()
+        if seen is not None and self._memory.get(identity.token) == seen:
+            return
         token = self._token()
         if token is None:
             raise stale("it has no .cachexfs/id (is it unmounted?)")
         if token != identity.token:
             raise stale(f".cachexfs/id is {token}, was {identity.token}")
+        if seen is not None:
+            self._memory[token] = seen
+
+    def _id_file(self) -> tuple[int, int, int] | None:
+        try:
+            found = os.stat(ID_NAME, dir_fd=self._state(), follow_symlinks=False)
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except OSError as error:
+            raise RootError(error.errno, f".cachexfs/id cannot be examined: {error.strerror}") from None
+        return found.st_dev, found.st_ino, found.st_ctime_ns
 
     def __enter__(self) -> PfsDir:
         return self
@@ -212,15 +237,27 @@ class PfsDir:
             remove_quietly(aside, state)
         fsync_dir(state)
 
-    def state_dir(self, name: bytes) -> int:
-        """Descriptor of ``.cachexfs/<name>``, made again should somebody have removed it."""
-        state = self._state()
+    def held(self) -> int:
+        """Descriptor of ``.cachexfs/held``."""
+        return self._inner(self._state(), HELD_DIR)
+
+    def tmp(self, name: bytes) -> int:
+        """Descriptor of the directory below ``.cachexfs/tmp`` where files of this name are prepared."""
+        return self._inner(self._inner(self._state(), TMP_DIR), b"%x" % (zlib.crc32(name) % TMP_SHARDS))
+
+    def tmp_all(self) -> list[int]:
+        """Descriptors of all those directories that exist."""
+        tmp = self._inner(self._state(), TMP_DIR)
+        return [self._inner(tmp, name) for name in sorted(names_in(tmp))]
+
+    def _inner(self, fd: int, name: bytes) -> int:
+        """Descriptor of a directory of ours, made (again) where it is missing."""
         try:
-            return self.keep(os.open(name, _WALK, dir_fd=state))
+            return self.keep(os.open(name, _WALK, dir_fd=fd))
         except FileNotFoundError:
-            _mkdir(name, state)
-            fsync_dir(state)
-            return self.keep(os.open(name, _WALK, dir_fd=state))
+            _mkdir(name, fd)
+            fsync_dir(fd)
+            return self.keep(os.open(name, _WALK, dir_fd=fd))
 
     def directory(self, path: bytes) -> int:
         """Descriptor (``O_PATH``) of a directory. Raises OSError: ENOENT, ENOTDIR (a symlink, too)."""
@@ -241,6 +278,11 @@ class PfsDir:
             except OSError as error:
                 raise OSError(error.errno, f"{error.strerror} (at {part!r})", os.fsdecode(path)) from None
         return fd
+
+
+def names_in(fd: int) -> list[bytes]:
+    """The names in a directory given by any descriptor of it."""
+    return [os.fsencode(name) for name in os.listdir(f"/proc/self/fd/{fd}")]
 
 
 def _mkdir(name: bytes, dir_fd: int) -> None:

@@ -12,7 +12,7 @@ import os
 import stat
 from collections.abc import Callable
 
-from cachexfs.adapters.pfs_dir import BESIDE_PREFIX, HELD_DIR, STATE_DIR, TMP_DIR, PfsDir, fsync_dir, plain_name
+from cachexfs.adapters.pfs_dir import BESIDE_PREFIX, HELD_DIR, STATE_DIR, PfsDir, fsync_dir, names_in, plain_name
 from cachexfs.adapters.pfs_ops import Attrs, Context, set_attrs
 
 _TYPES = {b"p": stat.S_IFIFO, b"s": stat.S_IFSOCK, b"c": stat.S_IFCHR, b"b": stat.S_IFBLK}
@@ -88,7 +88,7 @@ def _rmdir(context: Context, pfs: PfsDir, path: bytes, path2: bytes, attrs: Attr
         if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
             raise
         inner = pfs.directory(path)
-        names = [os.fsencode(name) for name in os.listdir(f"/proc/self/fd/{inner}")]
+        names = names_in(inner)
         if not names or not all(name.startswith(BESIDE_PREFIX) for name in names):
             raise
         for name in names:
@@ -101,10 +101,8 @@ def _replace(
     context: Context, pfs: PfsDir, make: Callable[[bytes, int], None], parent: int, last: bytes, attrs: Attrs | None
 ) -> None:
     """Put what ``make`` makes over an existing name, atomically."""
-    places = [
-        (pfs.state_dir(TMP_DIR), b"new~" + context.nonce.encode()),
-        (parent, BESIDE_PREFIX + context.nonce.encode()),
-    ]
+    nonce = context.nonce.encode()
+    places = [(pfs.tmp(nonce), b"new~" + nonce), (parent, BESIDE_PREFIX + nonce)]
     for fd, name in places:
         try:
             make(name, fd)
@@ -186,7 +184,7 @@ def _attr(context: Context, pfs: PfsDir, path: bytes, path2: bytes, attrs: Attrs
 
 
 def _held(pfs: PfsDir, name: bytes) -> tuple[int, bytes]:
-    return pfs.state_dir(HELD_DIR), plain_name(os.fsdecode(name))
+    return pfs.held(), plain_name(os.fsdecode(name))
 
 
 def _hide(context: Context, pfs: PfsDir, path: bytes, path2: bytes, attrs: Attrs | None, ino: int) -> None:

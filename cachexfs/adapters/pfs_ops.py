@@ -32,13 +32,13 @@ from typing import Protocol
 from cachexfs.adapters import pfs_copy
 from cachexfs.adapters.pfs_dir import (
     BESIDE_PREFIX,
-    HELD_DIR,
     STATE_DIR,
-    TMP_DIR,
+    Memory,
     PfsDir,
     PfsIdentity,
     fsync_dir,
     kind_of,
+    names_in,
     plain_name,
     remove_quietly,
     write_all,
@@ -87,10 +87,11 @@ class Context:
     identity: PfsIdentity | None
     nonce: str
     monitor: Monitor
+    memory: Memory
 
     def open(self, *, mutating: bool) -> PfsDir:
         """The PFS directory, checked."""
-        return PfsDir(self.path, self.identity, mutating=mutating)
+        return PfsDir(self.path, self.identity, self.memory, mutating=mutating)
 
 
 def stat_row(name: bytes, dir_fd: int) -> StatRow:
@@ -125,36 +126,36 @@ def set_attrs(name: bytes, dir_fd: int, attrs: Attrs, *, keep: int = 0) -> bool:
     """
     fd = os.open(name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=dir_fd)
     try:
-        found, changed = os.fstat(fd), False
-        uid = found.st_uid if attrs.uid is None else attrs.uid
-        gid = found.st_gid if attrs.gid is None else attrs.gid
-        if (uid, gid) != (found.st_uid, found.st_gid):
-            changed = _chown(fd, uid, gid)
-        mode = stat.S_IMODE(attrs.mode) | keep
-        # chown clears the set-id bits, so the mode comes after it.
-        if not stat.S_ISLNK(found.st_mode) and (changed or mode != stat.S_IMODE(found.st_mode)):
-            os.chmod(f"/proc/self/fd/{fd}", mode)
-            changed = True
-        times = (found.st_atime_ns, found.st_mtime_ns)
-        if (attrs.atime_ns, attrs.mtime_ns) != times:
-            os.utime(name, ns=(attrs.atime_ns, attrs.mtime_ns), dir_fd=dir_fd, follow_symlinks=False)
-            after = os.fstat(fd)  # a filesystem with whole seconds never gets nearer: that is no change
-            changed |= (after.st_atime_ns, after.st_mtime_ns) != times
+        return set_attrs_of(fd, os.fstat(fd), attrs, keep=keep)
     finally:
         os.close(fd)
+
+
+def set_attrs_of(fd: int, found: os.stat_result, attrs: Attrs, *, keep: int = 0) -> bool:
+    """The same for any descriptor, an ``O_PATH`` one too; ``found`` is its stat."""
+    this, changed = f"/proc/self/fd/{fd}", False  # the file itself, whatever its name is now
+    uid = found.st_uid if attrs.uid is None else attrs.uid
+    gid = found.st_gid if attrs.gid is None else attrs.gid
+    if (uid, gid) != (found.st_uid, found.st_gid):
+        changed = _chown(this, uid, gid)
+    mode = stat.S_IMODE(attrs.mode) | keep
+    # chown clears the set-id bits, so the mode comes after it.
+    if not stat.S_ISLNK(found.st_mode) and (changed or mode != stat.S_IMODE(found.st_mode)):
+        os.chmod(this, mode)
+        changed = True
+    times = (found.st_atime_ns, found.st_mtime_ns)
+    if (attrs.atime_ns, attrs.mtime_ns) != times:
+        os.utime(this, ns=(attrs.atime_ns, attrs.mtime_ns))
+        if not changed:
+            after = os.fstat(fd)  # a filesystem with whole seconds never gets nearer: that is no change
+            changed = (after.st_atime_ns, after.st_mtime_ns) != times
     return changed
 
 
-def _chown(fd: int, uid: int, gid: int) -> bool:
-    for owner, group in ((uid, gid), (-1, gid)):
-        try:
-            os.chown(f"/proc/self/fd/{fd}", owner, group)
-        except PermissionError:
-            if os.geteuid() == 0 and owner != -1:
-                continue  # a root-squashing server: try the group alone
-            if owner == -1:
-                return False
-        else:
+def _chown(path: str, uid: int, gid: int) -> bool:
+    for owner, group in ((uid, gid), (-1, gid)):  # the group alone: a user may, and so may root where it is squashed
+        with contextlib.suppress(PermissionError):
+            os.chown(path, owner, group)
             return True
     return False
 
@@ -164,8 +165,8 @@ def probe(context: Context, parts: bool) -> tuple[int, int, str, list[str]]:
     known = context.identity
     with context.open(mutating=True) as pfs:
         token = pfs.establish().token if known is None else known.token
-        names = os.listdir(f"/proc/self/fd/{pfs.state_dir(TMP_DIR)}") if parts else []
-        return pfs.dev, pfs.ino, token, [name for name in names if "~" in name]
+        names = [name for fd in pfs.tmp_all() for name in names_in(fd)] if parts else []
+        return pfs.dev, pfs.ino, token, [os.fsdecode(name) for name in names if b"~" in name]
 
 
 def prepare(
@@ -187,7 +188,7 @@ def prepare(
     source_fd = os.open(source, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         with context.open(mutating=True) as pfs:
-            tmp = pfs.state_dir(TMP_DIR)
+            tmp = pfs.tmp(name)
             _remove_parts(tmp, name, old, scan)
             try:
                 ino = _write_part(part, tmp, source_fd, size, attrs, context.monitor)
@@ -211,17 +212,17 @@ def _remove_parts(tmp: int, name: bytes, old: list[str], scan: bool) -> None:
     names = {os.fsencode(entry) for entry in old}
     if scan:
         starts = (name + b"~", name + RECORD_SUFFIX + b"~")
-        names |= {raw for raw in map(os.fsencode, os.listdir(f"/proc/self/fd/{tmp}")) if raw.startswith(starts)}
+        names |= {raw for raw in names_in(tmp) if raw.startswith(starts)}
     for raw in names:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(raw, dir_fd=tmp)
 
 
 def _write_part(part: bytes, dir_fd: int, source_fd: int, size: int, attrs: Attrs, monitor: pfs_copy.Monitor) -> int:
-    fd = os.open(part, os.O_WRONLY | _NEW, 0o600, dir_fd=dir_fd)
+    fd = os.open(part, os.O_WRONLY | _NEW, stat.S_IMODE(attrs.mode) & 0o777, dir_fd=dir_fd)
     try:
         pfs_copy.copy(source_fd, fd, size, monitor)
-        set_attrs(part, dir_fd, attrs)
+        set_attrs_of(fd, os.fstat(fd), attrs)
         os.fsync(fd)  # once: after an error the filesystem may say "ok" over lost data
         found = os.fstat(fd)
     finally:
@@ -245,7 +246,7 @@ def land(context: Context, hidden: str, path: bytes, attrs: Attrs, size: int, in
     this landing has not been seen to end; its late rename must find nothing, and it may have succeeded."""
     name = plain_name(hidden)
     with context.open(mutating=True) as pfs:
-        tmp = pfs.state_dir(TMP_DIR)
+        tmp = pfs.tmp(name)
         parent, last = pfs.parent(path)
         try:
             source = _take(name, tmp, retry, context.nonce)
@@ -258,7 +259,7 @@ def land(context: Context, hidden: str, path: bytes, attrs: Attrs, size: int, in
             found = os.fstat(fd)
             if not stat.S_ISREG(found.st_mode) or size not in (-1, found.st_size):
                 raise OSError(NOT_PREPARED, f"the prepared file has {found.st_size} bytes, not {size}", hidden)
-            if set_attrs(source, tmp, attrs):
+            if set_attrs_of(fd, found, attrs):
                 _sync_attrs(source, tmp)
             try:
                 os.rename(source, last, src_dir_fd=tmp, dst_dir_fd=parent)
@@ -283,7 +284,7 @@ def _take(name: bytes, tmp: int, retry: bool, nonce: str) -> bytes:
     try:
         os.rename(name, source, src_dir_fd=tmp, dst_dir_fd=tmp)
     except FileNotFoundError:
-        found = [raw for raw in map(os.fsencode, os.listdir(f"/proc/self/fd/{tmp}")) if raw.startswith(aside)]
+        found = [raw for raw in names_in(tmp) if raw.startswith(aside)]
         if len(found) != 1:
             raise
         os.rename(found[0], source, src_dir_fd=tmp, dst_dir_fd=tmp)
@@ -339,7 +340,7 @@ def discard(context: Context, hidden: str) -> None:
     """Remove a prepared file, its record and all parts of it: what a takeover does first."""
     name = plain_name(hidden)
     with context.open(mutating=True) as pfs:
-        tmp = pfs.state_dir(TMP_DIR)
+        tmp = pfs.tmp(name)
         _remove_parts(tmp, name, [], True)
         for raw in (name, name + RECORD_SUFFIX):
             with contextlib.suppress(FileNotFoundError):
@@ -353,21 +354,21 @@ def prepared(context: Context) -> None:
     A record without its file (landed, or never finished) has kind ``-``.
     """
     with context.open(mutating=True) as pfs:
-        tmp = pfs.state_dir(TMP_DIR)
-        names = set(map(os.fsencode, os.listdir(f"/proc/self/fd/{tmp}")))
-        for raw in sorted(names):
-            if not raw.endswith(RECORD_SUFFIX):
-                continue
-            hidden = raw[: -len(RECORD_SUFFIX)]
-            try:
-                record = _read_small(raw, tmp)
-            except FileNotFoundError:
-                continue
-            row: StatRow = ("-", 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, b"")
-            if hidden in names:
-                with contextlib.suppress(FileNotFoundError):
-                    row = stat_row(hidden, tmp)
-            context.monitor.page([(hidden, (*row[:-1], record))])
+        for tmp in pfs.tmp_all():
+            names = set(names_in(tmp))
+            for raw in sorted(names):
+                if raw.endswith(RECORD_SUFFIX):
+                    with contextlib.suppress(FileNotFoundError):
+                        _prepared_one(context, tmp, raw, raw.removesuffix(RECORD_SUFFIX), names)
+
+
+def _prepared_one(context: Context, tmp: int, record_name: bytes, hidden: bytes, names: set[bytes]) -> None:
+    record = _read_small(record_name, tmp)
+    row: StatRow = ("-", 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, b"")
+    if hidden in names:
+        with contextlib.suppress(FileNotFoundError):
+            row = stat_row(hidden, tmp)
+    context.monitor.page([(hidden, (*row[:-1], record))])
 
 
 def _read_small(name: bytes, dir_fd: int) -> bytes:
@@ -439,4 +440,3 @@ OPERATIONS: dict[str, Callable[..., object]] = {
     "read": read,
     "statvfs": statvfs,
 }
-__all__ = ["HELD_DIR", "NOT_PREPARED", "OPERATIONS", "Attrs", "Context", "Monitor", "StatRow"]

@@ -26,7 +26,7 @@ from collections.abc import Callable
 import msgpack
 
 from cachexfs.adapters import pfs_names, pfs_ops
-from cachexfs.adapters.pfs_dir import PfsIdentity, RootError
+from cachexfs.adapters.pfs_dir import Memory, PfsIdentity, RootError
 
 FRAME_BYTES_MAX = 16 << 20
 NICE = 5
@@ -131,7 +131,7 @@ def prepare_process(parent_pid: int) -> None:
         libc.syscall(number, _IOPRIO_WHO_PROCESS, 0, _IOPRIO_BEST_EFFORT_LOWEST)
 
 
-def serve_one(channel: Channel, pfs_path: bytes) -> None:
+def serve_one(channel: Channel, pfs_path: bytes, memory: Memory) -> None:
     """Take one request and answer it."""
     number, operation, nonce, identity, rate, arguments = channel.request()
     assert isinstance(number, int)
@@ -141,7 +141,7 @@ def serve_one(channel: Channel, pfs_path: bytes) -> None:
     assert isinstance(arguments, list)
     channel.number, channel.rate_bytes_s = number, rate
     known = PfsIdentity(*identity) if isinstance(identity, list) else None
-    context = pfs_ops.Context(pfs_path, known, nonce, channel)
+    context = pfs_ops.Context(pfs_path, known, nonce, channel, memory)
     values = [pfs_ops.Attrs(*value["attrs"]) if isinstance(value, dict) else value for value in arguments]
     try:
         function = OPERATIONS[operation]
@@ -163,9 +163,10 @@ def main() -> None:
     prepare_process(int(sys.argv[1]))
     channel = Channel(0, 1)
     channel.send("ready", os.getpid())
+    memory: Memory = {}
     with contextlib.suppress(EOFError, BrokenPipeError):
         while True:
-            serve_one(channel, os.fsencode(sys.argv[2]))
+            serve_one(channel, os.fsencode(sys.argv[2]), memory)
 
 
 if __name__ == "__main__":

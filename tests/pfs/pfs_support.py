@@ -6,12 +6,14 @@ import contextlib
 import os
 import signal
 import subprocess
+import zlib
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import trio
 
+from cachexfs.adapters.pfs_dir import TMP_SHARDS
 from cachexfs.adapters.pfs_pool import PfsPool
 from cachexfs.engine.interfaces import PfsAttrs
 
@@ -68,3 +70,13 @@ async def until(condition: Callable[[], bool]) -> None:
     """Until something outside of this process, or a private state of the pool, has come about."""
     while not condition():  # noqa: ASYNC110
         await trio.sleep(0.01)
+
+
+def tmp_file(pfs_dir: Path, hidden: str, rest: str = "") -> Path:
+    """Where a file with this hidden name is prepared; ``rest`` follows the name of files that belong to it."""
+    return pfs_dir / ".cachexfs/tmp" / f"{zlib.crc32(hidden.encode()) % TMP_SHARDS:x}" / (hidden + rest)
+
+
+def tmp_names(pfs_dir: Path) -> list[str]:
+    """All names of files below ``.cachexfs/tmp``."""
+    return sorted(path.name for path in (pfs_dir / ".cachexfs/tmp").glob("*/*"))

@@ -9,9 +9,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from pfs_support import ATTRS, LONG_S, FaultMount, command, running, until
+from pfs_support import ATTRS, LONG_S, FaultMount, command, running, tmp_names, until
 
 from cachexfs.adapters.pfs_pool import PfsPool
+
+INJECT = ["-e", "trace=fsync", "-e", "inject=fsync:error=EIO:when=1"]
 
 MakeMount = Callable[..., FaultMount]
 
@@ -33,7 +35,7 @@ async def test_a_full_pfs_says_enospc_and_gets_its_space_back(small: Path, sourc
         with pytest.raises(OSError, match="No space") as caught:
             await pool.prepare(str(source), source.stat().st_size, "h", ATTRS, b"", LONG_S)
         assert caught.value.errno == errno.ENOSPC
-        assert os.listdir(small / ".cachexfs/tmp") == []
+        assert tmp_names(small) == []
         await pool.prepare(str(source), 1 << 20, "h", ATTRS, b"", LONG_S)
         await pool.land("h", b"f", ATTRS, LONG_S)
         assert (small / "f").read_bytes() == source.read_bytes()[: 1 << 20]
@@ -69,7 +71,7 @@ async def test_an_error_while_preparing_is_raised_and_nothing_counts_as_prepared
         mount.fail(fault, errno.EIO)
         with pytest.raises(OSError, match="Input/output error"):
             await pool.prepare(str(source), source.stat().st_size, "h", ATTRS, b"", LONG_S)
-        left = os.listdir(mount.backing / ".cachexfs/tmp")
+        left = tmp_names(mount.backing)
         assert [name for name in left if "~" in name] == []
         mount.clear()
         await pool.prepare(str(source), source.stat().st_size, "h", ATTRS, b"", LONG_S)
@@ -84,18 +86,7 @@ async def test_fsync_is_called_once_and_its_error_is_final(tmp_path: Path, pfs_d
         (child,) = pool._calls.data.idle
         trace = tmp_path / "trace"
         strace = subprocess.Popen(  # noqa: ASYNC220
-            [
-                "strace",
-                "-q",
-                "-o",
-                str(trace),
-                "-p",
-                str(child.process.pid),
-                "-e",
-                "trace=fsync",
-                "-e",
-                "inject=fsync:error=EIO:when=1",
-            ],
+            ["strace", "-q", "-o", str(trace), "-p", str(child.process.pid), *INJECT],
             stderr=subprocess.PIPE,
         )
         try:
@@ -108,7 +99,7 @@ async def test_fsync_is_called_once_and_its_error_is_final(tmp_path: Path, pfs_d
             strace.communicate()
         lines = trace.read_text().splitlines()
         assert sum("fsync(" in line for line in lines) == 1
-        assert sorted(os.listdir(pfs_dir / ".cachexfs/tmp")) == ["warm", "warm.rec"]
+        assert tmp_names(pfs_dir) == ["warm", "warm.rec"]
 
 
 @pytest.mark.parametrize(
@@ -154,7 +145,7 @@ async def test_landing_across_filesystems_goes_through_a_temporary_beside(
             found = await pool.land("h", b"sub/f", ATTRS, LONG_S)
             assert found.mtime_ns == ATTRS.mtime_ns
             assert (small / "f").read_bytes() == source.read_bytes()[:1000]
-            assert os.listdir(pfs_dir / ".cachexfs/tmp") == []
+            assert tmp_names(pfs_dir) == []
             await pool.run("symlink", b"sub/l", b"one", ATTRS, LONG_S)
             await pool.run("symlink", b"sub/l", b"two", ATTRS, LONG_S)
             await pool.run("hide", b"sub/f", b"name", None, LONG_S)

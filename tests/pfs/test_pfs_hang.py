@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import trio
-from pfs_support import ATTRS, LONG_S, FaultMount, running
+from pfs_support import ATTRS, LONG_S, FaultMount, running, tmp_names
 
 from cachexfs.adapters.pfs_pool import NotPreparedError, PfsPool
 
@@ -116,7 +116,7 @@ async def test_a_late_part_is_not_taken_for_the_new_one(fault_mount: MakeMount, 
         await until_none_abandoned(pool)
         await other.land("h", b"f", ATTRS, LONG_S)
         assert (first.backing / "f").read_bytes() == new.read_bytes()
-        assert os.listdir(first.backing / ".cachexfs/tmp") == []
+        assert tmp_names(first.backing) == []
 
 
 async def test_a_late_landing_finds_nothing_after_a_takeover(fault_mount: MakeMount, source: Path) -> None:
@@ -134,7 +134,7 @@ async def test_a_late_landing_finds_nothing_after_a_takeover(fault_mount: MakeMo
         first.clear()
         await until_none_abandoned(pool)
         assert (first.backing / "f").stat().st_size == 2000
-        assert os.listdir(first.backing / ".cachexfs/tmp") == []
+        assert tmp_names(first.backing) == []
 
 
 async def test_a_landing_whose_answer_was_lost_is_recognised(fault_mount: MakeMount, source: Path) -> None:
@@ -147,7 +147,7 @@ async def test_a_landing_whose_answer_was_lost_is_recognised(fault_mount: MakeMo
         mount.clear()
         await until_none_abandoned(pool)
         assert (await pool.land("h", b"f", ATTRS, LONG_S)).size == 1000
-        assert os.listdir(mount.backing / ".cachexfs/tmp") == []
+        assert tmp_names(mount.backing) == []
 
 
 async def test_a_landing_is_retried_under_a_name_that_the_late_one_does_not_know(
@@ -238,7 +238,7 @@ async def test_a_cancelled_call_frees_its_place(fault_mount: MakeMount, source: 
         mount.clear()
         await until_none_abandoned(pool)
         await pool.prepare(str(source), 1000, "h", ATTRS, b"", LONG_S)
-        assert sorted(os.listdir(mount.backing / ".cachexfs/tmp")) == ["h", "h.rec", "h2", "h2.rec"]
+        assert tmp_names(mount.backing) == ["h", "h.rec", "h2", "h2.rec"]
 
 
 async def test_a_pfs_that_hangs_from_the_start(fault_mount: MakeMount) -> None:

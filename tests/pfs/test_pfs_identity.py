@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import subprocess
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
@@ -67,10 +68,7 @@ async def test_a_directory_in_its_place_is_refused_even_with_the_same_inode(pfs_
     """ext4 gives a new directory the number of the one just removed: only the token tells them apart."""
     async with running(PfsPool(str(pfs_dir))) as pool:
         identity = await pool.probe()
-        for child in (".cachexfs/tmp", ".cachexfs/held"):
-            (pfs_dir / child).rmdir()
-        (pfs_dir / ".cachexfs/id").unlink()
-        (pfs_dir / ".cachexfs").rmdir()
+        shutil.rmtree(pfs_dir / ".cachexfs")
         assert (pfs_dir.stat().st_dev, pfs_dir.stat().st_ino) == (identity.dev, identity.ino)
         with pytest.raises(OSError, match=r"no \.cachexfs/id"):
             await pool.prepare(str(source), 10, "h", ATTRS, b"", LONG_S)
@@ -171,7 +169,7 @@ async def test_tmp_and_held_removed_by_hand_come_back(pfs_dir: Path, source: Pat
     async with running(PfsPool(str(pfs_dir))) as pool:
         await pool.probe()
         for name in ("tmp", "held"):
-            (pfs_dir / ".cachexfs" / name).rmdir()
+            shutil.rmtree(pfs_dir / ".cachexfs" / name)
         await pool.prepare(str(source), 10, "h", ATTRS, b"", LONG_S)
         await pool.land("h", b"f", ATTRS, LONG_S)
         await pool.run("hide", b"f", b"name", None, LONG_S)

@@ -11,17 +11,13 @@ from pathlib import Path
 import pytest
 import trio
 import xxhash
-from pfs_support import ATTRS, LONG_S, running
+from pfs_support import ATTRS, LONG_S, running, tmp_file, tmp_names
 
 from cachexfs.adapters import pfs_copy
 from cachexfs.adapters.pfs_pool import NotPreparedError, PfsPool
 from cachexfs.engine.interfaces import PfsAttrs
 
 NAMES = [b"plain", b"with\nnewline", b"\xff\xfe not utf-8", b"x" * 255, "ü".encode(), b"-rf *", b".hidden", b"a~b.rec"]
-
-
-def tmp_names(pfs_dir: Path) -> list[str]:
-    return sorted(os.listdir(pfs_dir / ".cachexfs" / "tmp"))
 
 
 async def put(pool: PfsPool, source: Path, path: bytes, hidden: str = "h1") -> None:
@@ -33,7 +29,7 @@ async def test_a_landed_file_has_bytes_mode_and_times_and_leaves_nothing_behind(
     async with running(PfsPool(str(pfs_dir))) as pool:
         await pool.prepare(str(source), source.stat().st_size, "h1", ATTRS, b"the record", LONG_S)
         assert tmp_names(pfs_dir) == ["h1", "h1.rec"]
-        assert (pfs_dir / ".cachexfs/tmp/h1.rec").read_bytes() == b"the record"
+        assert tmp_file(pfs_dir, "h1", ".rec").read_bytes() == b"the record"
         found = await pool.land("h1", b"f", ATTRS, LONG_S)
         real = (pfs_dir / "f").stat()
         assert (pfs_dir / "f").read_bytes() == source.read_bytes()
@@ -124,7 +120,7 @@ async def test_what_is_missing_has_its_own_error(pfs_dir: Path, source: Path) ->
 async def test_a_prepared_file_of_another_size_does_not_land(pfs_dir: Path, source: Path) -> None:
     async with running(PfsPool(str(pfs_dir))) as pool:
         await pool.prepare(str(source), 100, "h", ATTRS, b"", LONG_S)
-        os.truncate(pfs_dir / ".cachexfs/tmp/h", 99)
+        os.truncate(tmp_file(pfs_dir, "h"), 99)
         with pytest.raises(NotPreparedError, match="99 bytes, not 100"):
             await pool.land("h", b"f", ATTRS, LONG_S)
         assert not (pfs_dir / "f").exists()
@@ -139,7 +135,7 @@ async def test_preparing_again_replaces_bytes_and_record(pfs_dir: Path, source: 
         assert (only.hidden, only.record) == ("h", b"second")
         assert only.stat is not None
         assert only.stat.size == 100
-        assert (pfs_dir / ".cachexfs/tmp/h").read_bytes() == b"y" * 100
+        assert tmp_file(pfs_dir, "h").read_bytes() == b"y" * 100
         await pool.discard("h", LONG_S)
         assert tmp_names(pfs_dir) == []
 
@@ -156,8 +152,11 @@ async def test_two_preparations_of_one_name_at_once_both_end_well(pfs_dir: Path,
 async def test_a_restart_finds_and_removes_the_parts_of_an_earlier_process(pfs_dir: Path, source: Path) -> None:
     async with running(PfsPool(str(pfs_dir))) as pool:
         await pool.probe()
-    for name in ("h~0123", "h.rec~0123", "other~0123"):
-        (pfs_dir / ".cachexfs/tmp" / name).write_bytes(b"half")
+        for hidden in ("h", "other"):
+            await pool.prepare(str(source), 10, hidden, ATTRS, b"", LONG_S)
+            await pool.discard(hidden, LONG_S)
+    for hidden, rest in (("h", "~0123"), ("h", ".rec~0123"), ("other", "~0123")):
+        tmp_file(pfs_dir, hidden, rest).write_bytes(b"half")
     async with running(PfsPool(str(pfs_dir))) as pool:
         await pool.prepare(str(source), 10, "h", ATTRS, b"", LONG_S)
     assert tmp_names(pfs_dir) == ["h", "h.rec", "other~0123"]
@@ -166,7 +165,8 @@ async def test_a_restart_finds_and_removes_the_parts_of_an_earlier_process(pfs_d
 async def test_a_takeover_removes_parts_that_came_later(pfs_dir: Path, source: Path) -> None:
     async with running(PfsPool(str(pfs_dir))) as pool:
         await pool.probe()
-        (pfs_dir / ".cachexfs/tmp/h~0123").write_bytes(b"another node's")
+        await pool.prepare(str(source), 10, "h", ATTRS, b"", LONG_S)
+        tmp_file(pfs_dir, "h", "~0123").write_bytes(b"another node's")
         await pool.prepare(str(source), 10, "h", ATTRS, b"", LONG_S, takeover=True)
     assert tmp_names(pfs_dir) == ["h", "h.rec"]
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import trio
-from pfs_support import ATTRS, LONG_S, FaultMount, running, until
+from pfs_support import ATTRS, LONG_S, FaultMount, running, tmp_names, until
 
 from cachexfs.adapters import pfs_worker
 from cachexfs.adapters.pfs_pool import PfsPool
@@ -67,7 +67,7 @@ def test_children_end_when_the_daemon_is_killed(fault_mount: Callable[..., Fault
     mount.clear()
     while running_pids(pids):
         time.sleep(0.01)
-    assert [name for name in os.listdir(mount.backing / ".cachexfs/tmp") if name.startswith("busy.rec")] == []
+    assert [name for name in tmp_names(mount.backing) if name.startswith("busy.rec")] == []
 
 
 async def test_a_child_inherits_nothing_and_yields(pfs_dir: Path) -> None:
@@ -137,7 +137,7 @@ async def test_a_child_that_dies_in_a_call_is_an_error_and_is_replaced(pfs_dir: 
         assert "ended unasked" in str(errors[0])
     async with running(PfsPool(str(pfs_dir))) as pool:
         await pool.prepare(str(source), source.stat().st_size, "h", ATTRS, b"", LONG_S)
-    assert sorted(os.listdir(pfs_dir / ".cachexfs/tmp")) == ["h", "h.rec"]
+    assert tmp_names(pfs_dir) == ["h", "h.rec"]
 
 
 async def test_children_that_died_while_idle_are_not_used(pfs_dir: Path) -> None:

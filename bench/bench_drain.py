@@ -1,0 +1,141 @@
+"""Rate of the drain to a directory, beside ``cp`` and fsync to the same directory, in one run.
+
+    python bench/bench_drain.py PFS_DIR [--bytes 2147483648] [--files 8] [--workers 4] [--rounds 3] [--json]
+
+Two cases: one file of the whole size through one child process against one ``cp`` and ``sync``; and the same bytes as
+several files through all children against as many ``cp`` and ``sync`` at a time. The drain also writes and syncs a
+recovery record, renames into place and syncs both directories, as it does in earnest. The order within a round
+alternates. Printed: medians in MB/s and the ratio drain / cp.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import trio
+
+from cachexfs.adapters.pfs_pool import PfsPool
+from cachexfs.engine.interfaces import PfsAttrs
+
+ATTRS = PfsAttrs(0o644, None, None, 0, 0)
+STALL_S = 120.0
+PIECE_BYTES = 1 << 20
+
+
+def make_sources(directory: Path, total_bytes: int, files: int) -> list[Path]:
+    """``files`` files of random bytes, ``total_bytes`` in all."""
+    piece = os.urandom(PIECE_BYTES)
+    paths = []
+    for number in range(files):
+        path = directory / f"{files}-{number}"
+        with path.open("wb") as file:
+            left = total_bytes // files
+            while left:
+                left -= file.write(piece[: min(left, PIECE_BYTES)])
+        paths.append(path)
+    return paths
+
+
+async def drain(pool: PfsPool, sources: list[Path], workers: int) -> None:
+    """Prepare and land every file, ``workers`` at a time."""
+    limit = trio.CapacityLimiter(workers)
+
+    async def one(source: Path) -> None:
+        async with limit:
+            size = (await trio.Path(source).stat()).st_size
+            await pool.prepare(str(source), size, source.name, ATTRS, b"record", STALL_S)
+            await pool.land(source.name, os.fsencode(source.name), ATTRS, STALL_S)
+
+    async with trio.open_nursery() as nursery:
+        for source in sources:
+            nursery.start_soon(one, source)
+
+
+async def copy(target: Path, sources: list[Path], workers: int) -> None:
+    """``cp`` and ``sync`` (fsync) of every file, ``workers`` at a time."""
+    names = b"".join(os.fsencode(source) + b"\0" for source in sources)
+    script = 'cp "$1" "$0/" && sync "$0/${1##*/}"'
+    command = ["xargs", "-0", "-n1", f"-P{workers}", "sh", "-c", script, str(target)]
+    await trio.run_process(command, stdin=names)
+
+
+async def measure(arguments: argparse.Namespace) -> list[dict[str, object]]:
+    """One row per case: name, bytes, median rates in MB/s, ratio."""
+    rows: list[dict[str, object]] = []
+    target = Path(tempfile.mkdtemp(dir=arguments.pfs_dir, prefix="bench-drain-"))
+    staging = Path(tempfile.mkdtemp(dir=arguments.staging, prefix="bench-drain-"))
+    pool = PfsPool(str(target), drain_workers=arguments.workers)
+    try:
+        async with trio.open_nursery() as nursery:
+            await nursery.start(pool.serve)
+            for files, workers in ((1, 1), (arguments.files, arguments.workers)):
+                sources = make_sources(staging, arguments.bytes, files)
+                rates = await rounds(arguments.rounds, arguments.bytes, target, sources, pool, workers)
+                medians = {name: statistics.median(values) for name, values in rates.items()}
+                rows.append(
+                    {"case": f"{files} file(s), {workers} at a time", "bytes": arguments.bytes}
+                    | {f"{name}_mb_s": round(value) for name, value in medians.items()}
+                    | {"ratio": round(medians["drain"] / medians["cp"], 2)}
+                )
+                for source in sources:
+                    source.unlink()
+            nursery.cancel_scope.cancel()
+    finally:
+        shutil.rmtree(target)
+        shutil.rmtree(staging)
+    return rows
+
+
+async def rounds(
+    count: int, total_bytes: int, target: Path, sources: list[Path], pool: PfsPool, workers: int
+) -> dict[str, list[float]]:
+    """Rates in MB/s of each way, one per round."""
+    rates: dict[str, list[float]] = {"drain": [], "cp": []}
+    ways: list[tuple[str, Callable[[], Awaitable[None]]]] = [
+        ("drain", lambda: drain(pool, sources, workers)),
+        ("cp", lambda: copy(target, sources, workers)),
+    ]
+    for number in range(count + 1):
+        for name, way in ways if number % 2 else reversed(ways):
+            await trio.run_process(["sync", "-f", str(target)])
+            start_s = time.perf_counter()
+            await way()
+            took_s = time.perf_counter() - start_s
+            if number:  # the first round warms up: processes, pages of the staged files
+                rates[name].append(total_bytes / 1e6 / took_s)
+            for source in sources:
+                (target / source.name).unlink()
+    assert all(math.isfinite(rate) for values in rates.values() for rate in values)
+    return rates
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("pfs_dir")
+    parser.add_argument("--bytes", type=int, default=2 << 30)
+    parser.add_argument("--files", type=int, default=8)
+    parser.add_argument("--workers", type=int, default=4)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--staging", default="/dev/shm")
+    parser.add_argument("--json", action="store_true")
+    arguments = parser.parse_args()
+    rows = trio.run(measure, arguments)
+    if arguments.json:
+        print(json.dumps(rows))
+    else:
+        for row in rows:
+            print(f"{row['case']}: drain {row['drain_mb_s']} MB/s, cp + fsync {row['cp_mb_s']}, ratio {row['ratio']}")
+
+
+if __name__ == "__main__":
+    main()
