@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import select
 import shutil
 import signal
 import socket
@@ -77,11 +78,14 @@ class EtcdCluster:
                 nursery.start_soon(server.start)
 
     def kill(self, *numbers: int) -> None:
-        """SIGKILL."""
+        """SIGKILL; they are dead when this returns."""
         for number in numbers:
             pid = self.servers[number].pid
             assert pid is not None
-            os.kill(pid, signal.SIGKILL)
+            fd = os.pidfd_open(pid)
+            signal.pidfd_send_signal(fd, signal.SIGKILL)
+            select.select([fd], [], [])
+            os.close(fd)
 
     async def stop(self) -> None:
         """Quickly: etcd takes seconds to say goodbye."""
