@@ -191,9 +191,9 @@ class ControlServer:
         return {
             "path": _text(found.path), "format": found.format, "stage": stage.label,
             "restartable": "no" if found.restartable is None else found.restartable.label,
-            "t_returned": _time(found.t_returned_s), "t_partner": _time(found.t_partner_s), "t_pfs": _time(found.t_pfs_s),
-            "t_restartable": _time(found.t_restartable_s), "files": found.files, "bytes": found.bytes,
-            "pending": found.pending,
+            "t_returned": _time(found.t_returned_s), "t_partner": _time(found.t_partner_s),
+            "t_pfs": _time(found.t_pfs_s), "t_restartable": _time(found.t_restartable_s),
+            "files": found.files, "bytes": found.bytes, "pending": found.pending,
             "missing": [{"name": _text(p.name), "node": p.node, "reason": p.reason} for p in found.missing],
             "error": found.error or None, "holders": list(found.holders),
         }  # fmt: skip
@@ -271,8 +271,9 @@ class ControlServer:
         stage = attributes.get("stage", "pfs")
         restartable = attributes.get("restartable")
         summary = f"{path or '/'} is at {stage}" + (f", restartable: {restartable}" if restartable else "")
-        await send({"done": True, "path": path, "kind": "checkpoint" if checkpoint is not None else inode.kind,
-                    "stage": stage, "restartable": restartable, "pieces": pieces[:1000], "summary": summary})  # fmt: skip
+        kind = "checkpoint" if checkpoint is not None else inode.kind
+        await send({"done": True, "path": path, "kind": kind, "stage": stage,
+                    "restartable": restartable, "pieces": pieces[:1000], "summary": summary})  # fmt: skip
 
     # ---- wait
     async def _wait(self, request: Answer, send: Send) -> None:

@@ -4,7 +4,7 @@ Role: the only module that knows all of them. Started by ``cachexfs mount`` with
 says on ``--ready-fd`` when the mount answers, or why it does not.
 
 Concurrency: two nested nurseries. The outer one holds what must outlive the mount (catalogue, peers, PFS children,
-replication, drain): after the unmount it goes on until nothing is pending or the time is over. The inner one holds FUSE.
+replication, drain): after the unmount it goes on until nothing is pending or the time is over. FUSE runs in between.
 """
 
 from __future__ import annotations
@@ -436,9 +436,9 @@ class Daemon:
         if failed:
             self.exit_code = EXIT_NOT_DURABLE
         while parts.drainer.own_pending():
-            await trio.sleep(0.2)
+            await parts.drainer.changed()
 
-    async def _leave(self, node: Node, deadline_s: float) -> AsyncIterator[None]:
+    async def _leave(self, node: Node, deadline_s: float | None) -> AsyncIterator[None]:
         """This node is done: go on serving the others until all of them are."""
 
         def mark(tx: Tx) -> None:
@@ -448,7 +448,7 @@ class Daemon:
 
         await node.catalogue.mutate(mark)
         view = node.catalogue.view
-        while trio.current_time() < deadline_s:
+        while deadline_s is None or trio.current_time() < deadline_s:
             if all(record.leaving for name, record in view.nodes.items() if view.is_live(name)):
                 return
             yield

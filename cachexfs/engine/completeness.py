@@ -20,7 +20,6 @@ from cachexfs.core import formats
 from cachexfs.core.boundary import Boundary
 from cachexfs.core.commitfiles import is_pointer_name, step_of
 from cachexfs.core.formats import FormatError, Members
-from cachexfs.core.formats.single import SingleFile
 from cachexfs.core.records import Inode
 from cachexfs.engine.content import Reader
 from cachexfs.engine.files import Files
@@ -104,7 +103,7 @@ class Completeness:
     def commits(self, fid: int) -> list[tuple[formats.Format, bytes]]:
         """Formats and commit files of a directory itself (not of what lies below)."""
         names = [name for name, entry in self.node.catalogue.view.children(fid).items() if entry.kind == "f"]
-        return [(known, commit) for known, commit in formats.recognise(names) if not isinstance(known, SingleFile)]
+        return list(formats.recognise(names))
 
     async def checkpoint(self, fid: int) -> Checkpoint | None:
         """What a directory is worth as a checkpoint; None when nothing in it is a recognised commit file."""

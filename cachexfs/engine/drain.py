@@ -293,7 +293,7 @@ class Drainer:
         elif op.kind == OpKind.MKNOD and inode is not None:
             await pfs.run(f"mknod:{inode.kind}:{inode.rdev}", op.path, b"", self._attrs(inode), STALL_S)
         elif op.kind == OpKind.RENAME:
-            await pfs.run("rename", op.path, op.path2, None, STALL_S)
+            await self._rename(op)
         elif op.kind == OpKind.RMDIR:
             await pfs.run("rmdir", op.path, b"", None, STALL_S)
         elif op.kind == OpKind.UNLINK:
@@ -303,6 +303,16 @@ class Drainer:
         await self._finish(key)
         if op.kind == OpKind.SYMLINK or op.kind == OpKind.MKNOD:
             await self._note_landed(op.fid)
+
+    async def _rename(self, op: Op) -> None:
+        assert self.node.pfs is not None
+        try:
+            await self.node.pfs.run("rename", op.path, op.path2, None, STALL_S)
+        except FileNotFoundError:
+            # The file was removed later, so its drain was cancelled: there is nothing to rename, and the removal
+            # of the new name follows.
+            if self.node.catalogue.view.inode(op.fid) is not None:
+                raise
 
     async def _note_landed(self, fid: int) -> None:
         """A symlink or special file is on the PFS."""
@@ -386,8 +396,8 @@ class Drainer:
         """Wait until the published content of a file is safe on the PFS, under its name or a hidden one."""
         view = self.node.catalogue.view
         while True:
-            inode = view.inode(fid)
-            if inode is None or self.node.on_pfs(inode):
+            inode, content = view.inode(fid), view.generation(fid)
+            if inode is None or content is None or content.open or self.node.on_pfs(inode):
                 return
             keys = [k for k, op in view.ops_of(fid) if op.kind == OpKind.PUT and op.gen == inode.gen]
             if any((state := self._states.get(k)) is not None and state.ready for k in keys):
