@@ -4,6 +4,7 @@
 #   make bench, make bench-model    measurements       make install a copy in PREFIX (/opt/cachexfs), linked into the PATH
 SHELL := /bin/bash
 PY := .venv/bin/python
+PYTHON ?= python3
 PREFIX ?= /opt/cachexfs
 BINDIR ?= /usr/local/bin
 SBINDIR ?= /sbin
@@ -48,10 +49,10 @@ bench-model: venv
 
 # For a cluster: PREFIX on a directory that all nodes see or have; without torch and without the tools of development.
 install: system
-	python3 -m venv $(PREFIX)
+	$(PYTHON) -m venv $(PREFIX)
 	$(PREFIX)/bin/python -m pip install -q --upgrade .
-	mkdir -p $(BINDIR) $(PREFIX)/libexec
-	install -m 755 mount_helpers/slurm/prolog.sh mount_helpers/slurm/epilog.sh $(PREFIX)/libexec/
+	mkdir -p $(BINDIR) $(SBINDIR) $(PREFIX)/libexec
+	install -m 755 mount_helpers/slurm/{prolog,epilog,common}.sh $(PREFIX)/libexec/
 	ln -sfn $(PREFIX)/bin/cachexfs $(BINDIR)/cachexfs
 	ln -sfn $(PREFIX)/bin/mount.cachexfs $(SBINDIR)/mount.cachexfs
 

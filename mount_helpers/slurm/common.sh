@@ -1,7 +1,7 @@
 # Sourced by prolog.sh and epilog.sh: settings, names, log, and running a command as the job's user. POSIX sh.
 PATH=$PATH:/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin
 CACHEXFS_SLURM_PFS= CACHEXFS_SLURM_MOUNTPOINT=/cachex CACHEXFS_SLURM_NVME= CACHEXFS_SLURM_SITE_KEY=/etc/cachexfs/site.key
-CACHEXFS_SLURM_OPTIONS= CACHEXFS_SLURM_MOUNT_TIMEOUT=60 CACHEXFS_SLURM_DRAIN_TIMEOUT=600 CACHEXFS_SLURM_PARTITIONS=
+CACHEXFS_SLURM_RUN=/run/cachexfs-slurm CACHEXFS_SLURM_OPTIONS= CACHEXFS_SLURM_MOUNT_TIMEOUT=60 CACHEXFS_SLURM_DRAIN_TIMEOUT=600 CACHEXFS_SLURM_PARTITIONS=
 CACHEXFS_SLURM_KEEP_DAYS=7 CACHEXFS_SLURM_COMMAND=cachexfs
 settings=${CACHEXFS_SLURM_CONF:-/etc/cachexfs/slurm.conf}
 
@@ -30,7 +30,7 @@ load() {
   pfs=$(fill "$CACHEXFS_SLURM_PFS") mountpoint=$(fill "$CACHEXFS_SLURM_MOUNTPOINT")
   nvme=${CACHEXFS_SLURM_NVME:+$(fill "$CACHEXFS_SLURM_NVME")/job-$job}
   # One directory for a job on a node (several slurmd of one machine differ in the node's name).
-  run_dir=/run/cachexfs-slurm/$job-${node:-alone}
+  run_dir=$CACHEXFS_SLURM_RUN/$job-${node:-alone}
   secret=$run_dir/secret
 }
 

@@ -10,17 +10,18 @@ grep -q " $mountpoint fuse.cachex" /proc/self/mounts || exit 0
 said=$(as_user timeout -k 10 $((CACHEXFS_SLURM_DRAIN_TIMEOUT + 60)) "$CACHEXFS_SLURM_COMMAND" umount \
   --timeout "$CACHEXFS_SLURM_DRAIN_TIMEOUT" -- "$mountpoint" </dev/null 2>&1)
 status=$?
+kept="on this node (staging below $run_dir${nvme:+, replicas in $nvme})"
 case $status in
   0)
-    rm -rf -- "$run_dir"
+    rm -rf --one-file-system -- "$run_dir"
     rmdir "$mountpoint" 2>/dev/null # so that nothing is written into a bare directory
     # Another node may have failed to drain what has its second copy here: keep it for a while.
     # (The mark is not in the job's directory: that is the user's, and may hold a link to anywhere.)
     [ -z "$nvme" ] || : >"$(dirname "$nvme")/drained-$job"
     say "everything is on the PFS, $mountpoint is unmounted" ;;
-  3) say "NOT EVERYTHING IS ON THE PFS; it stays in ${nvme:-the staging} of this node: $said" ;;
+  3) say "NOT EVERYTHING IS ON THE PFS; it stays $kept: $said" ;;
   *)
-    say "cannot drain (exit $status), what is left stays in ${nvme:-the staging} of this node: $said"
+    say "cannot drain (exit $status), what is left stays $kept: $said"
     as_user timeout 60 "$CACHEXFS_SLURM_COMMAND" umount --abandon -- "$mountpoint" </dev/null >/dev/null 2>&1 || true
     grep -q " $mountpoint fuse.cachex" /proc/self/mounts && umount -l "$mountpoint" ;;
 esac

@@ -21,7 +21,7 @@ mkdir -p "$mountpoint" "$run_dir/runtime" || exit 1
 "$CACHEXFS_SLURM_COMMAND" job-secret --key "$CACHEXFS_SLURM_SITE_KEY" -- "$job" >"$secret" || exit 1
 [ -z "$nvme" ] || mkdir -p "$nvme" || exit 1
 if [ "$user" != root ]; then
-  chmod 711 /run/cachexfs-slurm "$run_dir"
+  chmod 711 "$CACHEXFS_SLURM_RUN" "$run_dir"
   [ -z "$nvme" ] || chmod 711 "$(dirname "$nvme")"
   # fusermount3 mounts only where the user may write.
   chown "$user" "$mountpoint" "$run_dir/runtime" "$secret" ${nvme:+"$nvme"} || exit 1
