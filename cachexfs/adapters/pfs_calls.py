@@ -52,6 +52,12 @@ class Request:
         """For people: the operation, or the kind of change."""
         return str(self.arguments[0]) if self.operation == "run" else self.operation
 
+    @property
+    def about(self) -> str:
+        """For people: which paths or which prepared file."""
+        paths = self.paths or tuple(value for value in self.arguments[:1] if isinstance(value, bytes))
+        return os.fsdecode(b" ".join(paths)) or self.hidden or "of PFS_DIR"
+
 
 @dataclass(slots=True, eq=False)
 class AbandonedCall:
@@ -140,9 +146,8 @@ class PfsCalls:
         for call in self.abandoned:
             ours = call.operation == "land" and request.operation == "land" and call.hidden == request.hidden
             if not ours and any(overlap(path, other) for path in request.paths for other in call.paths):
-                path = os.fsdecode(b" ".join(request.paths))
                 why = f"an abandoned {call.operation} that may still change it has not ended (pid {call.pid})"
-                raise OSError(errno.EBUSY, why, path)
+                raise OSError(errno.EBUSY, why, request.about)
             if call.unlinks_hidden and request.hidden == call.hidden and request.operation == "prepare":
                 raise OSError(errno.EBUSY, f"its abandoned removal has not ended (pid {call.pid})", request.hidden)
         if len(self.abandoned) >= self._abandoned_max:
@@ -169,6 +174,8 @@ class PfsCalls:
         self._nursery.start_soon(self._reap, child, call)
         with trio.move_on_after(KILL_WAIT_S, shield=True):
             await call.ended.wait()
+        if not call.ended.is_set():
+            self._note_state("hung", f"{request.name} {request.about}: process {call.pid} cannot be killed")
 
     async def _reap(self, child: Child, call: AbandonedCall | None) -> None:
         try:
@@ -246,9 +253,6 @@ class PfsCalls:
                 self._share_out()
                 tag, value = await self._answer(child, request, scope)
                 answered = True
-        except ChildEndedError as error:
-            self._note_state(self.state, error.strerror or "")
-            raise
         finally:
             lane.busy.discard(child)
             if answered and self._spawner is not None:
@@ -257,7 +261,7 @@ class PfsCalls:
                 await self._abandon(child, request)
             self._share_out()
         if not answered:
-            why = f"{request.name} {os.fsdecode(b' '.join(request.paths)) or request.hidden}: no answer"
+            why = f"{request.name} {request.about}: no answer"
             self._note_state("hung", f"{why} from the PFS in {request.deadline_s} s")
             raise trio.TooSlowError(self.error)
         if tag == "error":

@@ -175,6 +175,8 @@ class Spawner:
                 result: _Started | OSError = _start(pfs_dir)
             except OSError as error:
                 result = error
+            except Exception as error:  # the thread must live on: without it no child ever starts again
+                result = OSError(errno.EIO, f"a PFS worker process cannot be made: {error!r}")
             try:
                 self._token.run_sync_soon(deliver, result)
             except trio.RunFinishedError:

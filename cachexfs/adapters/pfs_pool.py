@@ -12,6 +12,7 @@ it prepared, landings and renames whose answer was lost.
 from __future__ import annotations
 
 import errno
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import cast
@@ -23,6 +24,8 @@ from cachexfs.adapters.pfs_child import ChildEndedError
 from cachexfs.adapters.pfs_dir import PfsIdentity
 from cachexfs.adapters.pfs_ops import NOT_PREPARED, READ_BYTES_MAX, RECORD_BYTES_MAX, RECORD_SUFFIX
 from cachexfs.engine.interfaces import PfsAttrs, PfsStat
+
+log = logging.getLogger(__name__)
 
 ABANDONED_MAX = 16
 META_WORKERS = 4
@@ -111,6 +114,7 @@ class PfsPool:
         answer = await self._calls.call(self._calls.meta, Request("probe", [first], deadline_s))
         dev, ino, token, parts = cast("tuple[int, int, str, list[str]]", answer)
         if not self._confirmed:
+            log.info("the PFS directory's identity is %s", token)
             for part in parts:
                 hidden = part.partition("~")[0].removesuffix(RECORD_SUFFIX.decode())
                 self._parts.setdefault(hidden, []).append(part)

@@ -234,6 +234,7 @@ async def test_a_cancelled_call_frees_its_place(fault_mount: MakeMount, source: 
             await pool.prepare(str(source), 1000, "h", ATTRS, b"", LONG_S)
         assert scope.cancelled_caught
         assert len(pool.abandoned) == 1
+        assert pool.state == "hung"  # killed, and still there
         await pool.prepare(str(source), 1000, "h2", ATTRS, b"", LONG_S)
         mount.clear()
         await until_none_abandoned(pool)
