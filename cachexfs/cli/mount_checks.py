@@ -53,12 +53,14 @@ def _fuse_conf_allows_other() -> bool:
 
 
 def clear_mountpoint(mountpoint: str, runtime_dir: str, change: bool) -> None:
-    """Make sure that the mount point is an empty directory; take a dead mount of ours away.
+    """Make sure that the mount point is an empty directory; take a dead mount of ours away (not without ``change``).
 
     The directory is not touched before it is known that no live daemon of ours answers for it. Raises ``UsageError``,
     or ``CannotTellError`` when a daemon neither answers nor is dead.
     """
     mount = next((m for m in mounts.read_mountinfo()[0] if m.mountpoint == mountpoint), None)
+    if mount is not None and not change:
+        return
     if mount is not None:
         entry = mounts.entry_of(mount, mounts.registry(runtime_dir))
         if entry is not None:
@@ -69,8 +71,6 @@ def clear_mountpoint(mountpoint: str, runtime_dir: str, change: bool) -> None:
                 )
         elif not _answers_enotconn(mountpoint):
             raise UsageError(f"{mountpoint} is mounted already, by a daemon that is not in {runtime_dir}")
-        if not change:
-            return
         detach(mountpoint)
     try:
         names = os.listdir(mountpoint)

@@ -99,6 +99,7 @@ def test_what_is_mounted_already_is_not_mounted_again(daemon: FakeDaemon, run: R
     (tmp_path / "pfs").mkdir()
     daemon.answers["ping"] = [{"done": True, "node": "n1", "pid": 1}]
     assert "mounted already" in refused(run, tmp_path / "pfs", daemon.mountpoint)
+    assert run("mount", "--check", tmp_path / "pfs", daemon.mountpoint).code == 0  # as mount -f wants it
 
 
 def test_a_dead_mount_is_replaced(
