@@ -20,7 +20,7 @@ import trio
 
 from cachexfs.adapters.catalogue_builtin import BuiltinCatalogue
 from cachexfs.adapters.catalogue_etcd import EtcdCatalogue
-from cachexfs.adapters.etcd_client import Endpoint
+from cachexfs.adapters.etcd_client import Endpoint, EtcdClient, EtcdUnreachableError, RangeAnswer
 from cachexfs.adapters.etcd_server import TXN_OPS_MAX, EtcdServer, Member
 from cachexfs.adapters.job_tls import JobAuthority, TlsFiles
 from cachexfs.core.records import Dirent, Inode, Life, dirent_key, inode_key
@@ -76,6 +76,16 @@ class EtcdCluster:
         async with trio.open_nursery() as nursery:
             for server in self.servers:
                 nursery.start_soon(server.start)
+        raw = EtcdClient(self.endpoints, self.tls, 5.0)
+        with trio.fail_after(PATIENCE_S):
+            while True:  # until a leader is elected
+                try:
+                    await raw.call("/v3/kv/range", {"key": b"any"}, RangeAnswer)
+                except EtcdUnreachableError:
+                    await trio.sleep(0.05)
+                else:
+                    break
+        await raw.aclose()
 
     def kill(self, *numbers: int) -> None:
         """SIGKILL; they are dead when this returns."""
