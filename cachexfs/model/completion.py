@@ -17,6 +17,7 @@ import numpy as np
 
 from cachexfs.errors import UsageError
 from cachexfs.model.arrays import Floats, mad_sd
+from cachexfs.model.delays import normal_nodes
 
 THETA_DEFAULT = 0.45
 """Median over 282 public IO500 phases of log N_eff / log N."""
@@ -60,8 +61,7 @@ class Spread:
         """P(slowest of ``writers`` <= ``seconds``) (any shape), ``median_s`` the typical writer's median [s]."""
         from scipy.special import log_ndtr
 
-        points, weights = np.polynomial.hermite_e.hermegauss(NODES)
-        weights = weights / weights.sum()
+        points, weights = normal_nodes(NODES)
         log_t = np.log(np.maximum(np.asarray(seconds, dtype=np.float64), 1e-300))[..., None]
         power = writers**self.theta
         total = np.zeros(log_t.shape[:-1])

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 
@@ -14,6 +15,13 @@ from cachexfs.errors import UsageError
 from cachexfs.model.arrays import Floats
 
 QUADRATURE = 64
+
+
+@cache
+def normal_nodes(count: int) -> tuple[Floats, Floats]:
+    """Gauss-Hermite points and weights for a standard normal variable."""
+    points, weights = np.polynomial.hermite_e.hermegauss(count)
+    return points, weights / weights.sum()
 
 
 @dataclass(frozen=True)
@@ -49,8 +57,8 @@ class Delay:
         if self.samples_s:
             values = np.array(self.samples_s)
             return values, np.full(values.size, 1.0 / values.size)
-        points, weights = np.polynomial.hermite_e.hermegauss(QUADRATURE)
-        return self.median_s * np.exp(self.log_sd * points), weights / weights.sum()
+        points, weights = normal_nodes(QUADRATURE)
+        return self.median_s * np.exp(self.log_sd * points), weights
 
     def mean_s(self) -> float:
         """E[D | reached] [s]."""

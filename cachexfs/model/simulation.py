@@ -152,6 +152,7 @@ class _Run:
         self.unseen: list[tuple[float, float]] = []
         self._starts, self._factors = self._pfs_states()
         self._drawn = 0
+        self._means = scenario.direct.mean_s(), scenario.partner.mean_s(), scenario.drain.mean_s()
         self._draw()
 
     def _pfs_states(self) -> tuple[list[float], list[float]]:
@@ -238,8 +239,9 @@ class _Run:
         factor = math.exp(self.state_log)
         weight = self.rate * s.interval_s
         kappa = s.shared_share + s.system_share * (1 - s.nvme_survives) + s.common_cause
-        direct = s.stall_direct_s + weight * factor * s.direct.mean_s()
-        partner = s.stall_partner_s + weight * (s.partner.mean_s() + kappa * factor * s.drain.mean_s())
+        direct_s, partner_s, drain_s = self._means
+        direct = s.stall_direct_s + weight * factor * direct_s
+        partner = s.stall_partner_s + weight * (partner_s + kappa * factor * drain_s)
         return direct <= partner
 
     def _forget(self, now: float) -> None:

@@ -7,16 +7,22 @@ from __future__ import annotations
 
 import math
 import re
+from typing import TYPE_CHECKING
 
 import click
+
+if TYPE_CHECKING:
+    _FloatType = click.ParamType[float]
+else:
+    _FloatType = click.ParamType  # click 8.1 has no type argument
 
 _SIZES = {"": 1.0, "k": 2.0**10, "m": 2.0**20, "g": 2.0**30, "t": 2.0**40, "p": 2.0**50}
 _DECIMAL = {"kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12, "pb": 1e15}
 _TIMES = {"ms": 1e-3, "": 1.0, "s": 1.0, "min": 60.0, "m": 60.0, "h": 3600.0, "d": 86400.0, "y": 365.25 * 86400.0}
-_NUMBER = re.compile(r"\s*([0-9]*\.?[0-9]+(?:[eE][+-]?[0-9]+)?)\s*([A-Za-z]*)\s*")
+_NUMBER = re.compile(r"\s*([0-9]*\.?[0-9]+(?:[eE][+-]?[0-9]+)?)\s*([A-Za-z]*(?:/s)?)\s*")
 
 
-class Size(click.ParamType):
+class Size(_FloatType):
     """Bytes: ``4096``, ``64M`` and ``64MiB`` (2^20), ``64MB`` (10^6). Zero only with ``zero=True``."""
 
     name = "size"
@@ -38,7 +44,7 @@ class Size(click.ParamType):
         return number
 
 
-class Duration(click.ParamType):
+class Duration(_FloatType):
     """Seconds: ``90``, ``90s``, ``1.5h``, ``10min``, ``5d``, ``5y``, ``20ms``. Zero only with ``zero=True``."""
 
     name = "duration"
