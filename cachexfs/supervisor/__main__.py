@@ -33,6 +33,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--status-socket", metavar="PATH")
     parser.add_argument("--ready-fd", type=int, help="gets one line: ready, or failed: REASON")
     parser.add_argument("--user", help="become this user, keeping only CAP_SYS_ADMIN; the daemon gets none")
+    parser.add_argument(
+        "--standby", action="store_true", help="start the next daemon ahead: shorter pauses, one more process"
+    )
     parser.add_argument("--max-restarts", type=int, default=defaults.restarts_max, help="failures in a row")
     parser.add_argument(
         "--spin-us", type=float, default=_SPIN_US, help="poll this long after a small request before sleeping"
@@ -103,6 +106,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             backing_devices=devices,
             status_path=args.status_socket,
             ready_fd=args.ready_fd,
+            has_standby=args.standby,
             spin_s=max(0.0, args.spin_us * 1e-6) if len(os.sched_getaffinity(0)) > 1 else 0.0,
         )
         return serve(plan, os.environ)

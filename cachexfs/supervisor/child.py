@@ -13,6 +13,7 @@ import signal
 import socket
 import subprocess
 from collections.abc import Sequence
+from typing import Protocol
 
 from . import messages, wire
 
@@ -42,54 +43,12 @@ def payload_bytes_max() -> int:
     return max(wire.PAGE_BYTES, min(wire.PAYLOAD_BYTES_MAX, room // wire.PAGE_BYTES * wire.PAGE_BYTES))
 
 
-class Child:
-    """A running daemon. ``peer_fd`` carries FUSE messages, ``control`` its questions, ``events`` our news."""
+class Process:
+    """A process in a session and process group of its own."""
 
-    def __init__(self, argv: Sequence[str], environment: dict[str, str], state: bytes, cwd: str | None = None) -> None:
-        """Start it; ``OSError`` when the program cannot be run."""
-        pairs = [socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(3)]
-        state_fd = os.memfd_create("cachexfs-state", os.MFD_CLOEXEC)
-        try:
-            with os.fdopen(os.dup(state_fd), "wb") as writer:
-                writer.write(state)
-            os.lseek(state_fd, 0, os.SEEK_SET)
-            for sock in pairs[0]:
-                _enlarge(sock)
-            theirs = [pair[1].fileno() for pair in pairs]
-            names = (messages.ENV_FUSE_FD, messages.ENV_CONTROL_FD, messages.ENV_EVENTS_FD)
-            variables = {name: str(fd) for name, fd in zip(names, theirs, strict=True)}
-            variables[messages.ENV_STATE_FD] = str(state_fd)
-            self._process = subprocess.Popen(
-                list(argv),
-                env={**environment, **variables},
-                pass_fds=(*theirs, state_fd),
-                stdin=subprocess.DEVNULL,
-                start_new_session=True,
-                cwd=cwd,
-            )
-        except BaseException:
-            for pair in pairs:
-                pair[0].close()
-            raise
-        finally:
-            os.close(state_fd)
-            for pair in pairs:
-                pair[1].close()
-        self.peer, self.control, self.events = (pair[0] for pair in pairs)
-        for sock in (self.peer, self.control, self.events):
-            sock.setblocking(False)
-        #: Whether the daemon's end of the control socket is open.
-        self.is_asking = True
-        self.pid = self._process.pid
-        self.peer_fd = self.peer.fileno()
-
-    def tell(self, event: messages.Event) -> bool:
-        """Send an event; False when the daemon no longer takes any."""
-        try:
-            self.events.send(messages.Message(event).pack())
-        except OSError:
-            return False
-        return True
+    def __init__(self, process: subprocess.Popen[bytes]) -> None:
+        self._process = process
+        self.pid = process.pid
 
     def has_exited(self) -> bool:
         """Whether it has ended; it is not reaped yet."""
@@ -107,9 +66,87 @@ class Child:
                 pass
 
     def reap(self) -> int:
-        """After ``has_exited``: kill what is left of the group, collect the exit code, close the sockets."""
+        """Kill what is left of the group and collect the exit code; waits for a leader that was alive."""
         self.kill()
-        code = self._process.wait()
+        return self._process.wait()
+
+
+def spawn(argv: Sequence[str], environment: dict[str, str], fds: Sequence[int]) -> subprocess.Popen[bytes]:
+    """Start a daemon's program with these descriptors, in a session of its own."""
+    return subprocess.Popen(
+        list(argv), env=environment, pass_fds=tuple(fds), stdin=subprocess.DEVNULL, start_new_session=True
+    )
+
+
+class Giver(Protocol):
+    """A process that waits to be given a mount (``standby.Standby``)."""
+
+    def give(self, fds: Sequence[int], passthrough: bool) -> bool:
+        """Hand the descriptors over; False when it no longer takes them."""
+
+    def process(self) -> subprocess.Popen[bytes]:
+        """The process, for its new owner."""
+
+    def reap(self) -> int:
+        """End it and collect its exit code."""
+
+
+class Child(Process):
+    """A running daemon. ``peer_fd`` carries FUSE messages, ``control`` its questions, ``events`` our news."""
+
+    def __init__(
+        self,
+        argv: Sequence[str],
+        environment: dict[str, str],
+        state: bytes,
+        *,
+        passthrough: bool,
+        standby: Giver | None = None,
+    ) -> None:
+        """Start it, or give the mount to ``standby``; ``OSError`` when the program cannot be run."""
+        pairs = [socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(3)]
+        state_fd = os.memfd_create("cachexfs-state", os.MFD_CLOEXEC)
+        try:
+            with os.fdopen(os.dup(state_fd), "wb") as writer:
+                writer.write(state)
+            os.lseek(state_fd, 0, os.SEEK_SET)
+            for sock in pairs[0]:
+                _enlarge(sock)
+            theirs = [*(pair[1].fileno() for pair in pairs), state_fd]
+            if standby is not None and standby.give(theirs, passthrough):
+                super().__init__(standby.process())
+            else:
+                if standby is not None:
+                    standby.reap()
+                variables = {name: str(fd) for name, fd in zip(messages.ENV_FDS, theirs, strict=True)}
+                variables[messages.ENV_PASSTHROUGH] = str(int(passthrough))
+                super().__init__(spawn(argv, {**environment, **variables}, theirs))
+        except BaseException:
+            for pair in pairs:
+                pair[0].close()
+            raise
+        finally:
+            os.close(state_fd)
+            for pair in pairs:
+                pair[1].close()
+        self.peer, self.control, self.events = (pair[0] for pair in pairs)
+        for sock in (self.peer, self.control, self.events):
+            sock.setblocking(False)
+        #: Whether the daemon's end of the control socket is open.
+        self.is_asking = True
+        self.peer_fd = self.peer.fileno()
+
+    def tell(self, event: messages.Event) -> bool:
+        """Send an event; False when the daemon no longer takes any."""
+        try:
+            self.events.send(messages.Message(event).pack())
+        except OSError:
+            return False
+        return True
+
+    def reap(self) -> int:
+        """As for any process, and close the sockets."""
+        code = super().reap()
         for sock in (self.peer, self.control, self.events):
             sock.close()
         return code

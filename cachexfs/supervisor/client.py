@@ -61,20 +61,26 @@ class Supervisor:
         """The supervisor named by the environment, or None when this process has none.
 
         Takes the variables out of the environment and marks the descriptors close-on-exec, so that workers of
-        the daemon inherit neither. ``MalformedError`` when what was inherited is not a supervisor's.
+        the daemon inherit neither. In a process that was started ahead this waits until the daemon before it has
+        ended, so call it after the imports; it exits when the mount ends first. ``MalformedError`` when what was
+        inherited is not a supervisor's.
         """
         env = os.environ
-        raw = [env.pop(name, "") for name in (messages.ENV_FUSE_FD, messages.ENV_CONTROL_FD)]
-        raw += [env.pop(name, "") for name in (messages.ENV_EVENTS_FD, messages.ENV_STATE_FD)]
+        raw = [env.pop(name, "") for name in messages.ENV_FDS]
         passthrough = env.pop(messages.ENV_PASSTHROUGH, "0") == "1"
         mount_id = env.pop(messages.ENV_MOUNT_ID, "")
         mountpoint = env.pop(messages.ENV_MOUNTPOINT, "")
-        if not raw[0]:
+        standby = env.pop(messages.ENV_STANDBY_FD, "")
+        if standby.isdigit():
+            fds, passthrough = _wait_for_handover(int(standby))
+        elif not raw[0]:
             return None
-        if not all(number.isdigit() for number in raw):
+        elif not all(number.isdigit() for number in raw):
             raise messages.MalformedError("the supervisor's descriptors are not numbers")
-        fuse_fd, control_fd, events_fd, state_fd = (int(number) for number in raw)
-        for fd in (fuse_fd, control_fd, events_fd, state_fd):
+        else:
+            fds = [int(number) for number in raw]
+        fuse_fd, control_fd, events_fd, state_fd = fds
+        for fd in fds:
             os.set_inheritable(fd, False)
         with os.fdopen(state_fd, "rb") as reader:
             state = messages.unpack_state(reader.read())
@@ -184,3 +190,17 @@ class Supervisor:
                     return answer.value
         except (OSError, messages.MalformedError):
             return None
+
+
+def _wait_for_handover(fd: int) -> tuple[list[int], bool]:
+    """Say that this process waits, then wait for the mount: (descriptors, passthrough)."""
+    with socket.socket(fileno=fd) as sock:
+        os.set_inheritable(fd, False)
+        sock.send(Message(messages.HANDOVER).pack())
+        raw, fds, _, _ = socket.recv_fds(sock, messages.MESSAGE_BYTES + 1, len(messages.ENV_FDS))
+    if not raw:
+        raise SystemExit(0)
+    message = messages.unpack(raw)
+    if message.kind != messages.HANDOVER or len(fds) != len(messages.ENV_FDS):
+        raise messages.MalformedError("a handover without its descriptors")
+    return fds, message.value == 1

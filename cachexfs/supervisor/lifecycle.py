@@ -33,7 +33,9 @@ class Phase(enum.Enum):
 class Limits:
     """Deadlines in seconds and counts; each is an option of the command line."""
 
-    restarts_max: int = 5
+    restarts_max: int = 10
+    #: As long as none has ever served: a wrong command line should not take long to be told.
+    first_starts_max: int = 2
     start_s: float = 60.0
     stop_s: float = 600.0
     grace_s: float = 5.0
@@ -74,7 +76,8 @@ class Lifecycle:
         """
         self.failures = 1 if had_progress else self.failures + 1
         self.last_failure = why
-        if self.failures > self.limits.restarts_max:
+        limit = self.limits.restarts_max
+        if self.failures > (limit if self.has_served else min(limit, self.limits.first_starts_max)):
             self.enter(Phase.FAILED)
             self.exit_code = EXIT_NOT_DURABLE if self.has_served else EXIT_CANNOT_TELL
             return Phase.FAILED

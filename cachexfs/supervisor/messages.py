@@ -17,6 +17,9 @@ ENV_FUSE_FD = "CACHEXFS_FUSE_FD"
 ENV_CONTROL_FD = "CACHEXFS_SUPERVISOR_FD"
 ENV_EVENTS_FD = "CACHEXFS_EVENTS_FD"
 ENV_STATE_FD = "CACHEXFS_STATE_FD"
+ENV_FDS = (ENV_FUSE_FD, ENV_CONTROL_FD, ENV_EVENTS_FD, ENV_STATE_FD)
+#: A process that is started ahead has this one instead, and gets the four over it.
+ENV_STANDBY_FD = "CACHEXFS_STANDBY_FD"
 ENV_MOUNT_ID = "CACHEXFS_MOUNT_ID"
 ENV_PASSTHROUGH = "CACHEXFS_PASSTHROUGH"
 ENV_MOUNTPOINT = "CACHEXFS_MOUNTPOINT"
@@ -41,6 +44,10 @@ class Event(enum.IntEnum):
     STOP = 1  # finish up (drain), then call stopping()
     RETIRE = 2  # another daemon takes over: end now, leave the state on disk
     END = 3  # the mount is gone: leave the main loop and exit
+
+
+#: Kind of the two messages on a standby's socket: "I wait", and the descriptors with passthrough as ``value``.
+HANDOVER = 100
 
 
 class MalformedError(ValueError):

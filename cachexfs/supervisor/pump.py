@@ -11,15 +11,14 @@ from __future__ import annotations
 
 import errno
 import os
-import queue
 import select
-import threading
 import time
 from collections import deque
 from collections.abc import Callable
 
 from . import wire
 from .messages import Replayed
+from .notifier import Notifier
 from .replay import IDENTIFIED, REQUEST_ID_MAX, TABLE, Rule, describe
 from .session import WATCHED, IncompatibleError, Session
 
@@ -27,8 +26,6 @@ from .session import WATCHED, IncompatibleError, Session
 _COPY_BYTES_MAX = 32768
 #: Buffers kept for reuse: what one burst of background writes needs.
 _POOL_MAX = 32
-#: Notifications that may wait for the kernel; a daemon that is further ahead is broken.
-NOTIFICATIONS_MAX = 65536
 _AGAIN = (errno.EAGAIN, errno.EINTR, errno.ENOENT)
 _FILE_OPENS = (wire.OPEN, wire.CREATE, wire.TMPFILE)
 #: The kernel asks for it before every buffered or passed-through write. The mount is nosuid and no daemon keeps
@@ -416,41 +413,3 @@ class Pump:
     def close(self) -> None:
         """End the notifier's thread (it may be waiting in the kernel: it is a daemon thread)."""
         self._notifier.close()
-
-
-class Notifier:
-    """Writes notifications to the kernel from a thread of its own, in order."""
-
-    def __init__(self, device_fd: int) -> None:
-        self._device = device_fd
-        self._queue: queue.Queue[bytes | None] = queue.Queue(NOTIFICATIONS_MAX)
-        self._thread: threading.Thread | None = None
-
-    def put(self, message: bytes) -> bool:
-        """Queue one; False when too many wait."""
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="notifier", daemon=True)
-            self._thread.start()
-        try:
-            self._queue.put_nowait(message)
-        except queue.Full:
-            return False
-        return True
-
-    def _run(self) -> None:
-        while True:
-            message = self._queue.get()
-            if message is None:
-                return
-            try:
-                os.write(self._device, message)
-            except OSError:
-                pass  # ENOENT: the kernel does not know the inode or name; ENODEV: the mount has ended
-
-    def close(self) -> None:
-        """Let the thread end."""
-        if self._thread is not None:
-            try:
-                self._queue.put_nowait(None)
-            except queue.Full:
-                pass

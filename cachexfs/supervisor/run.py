@@ -25,11 +25,15 @@ from .messages import Event
 from .passthrough import Backings
 from .pump import Pump
 from .session import Session
+from .standby import Ahead
 from .status import StatusSocket
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD)
 #: A daemon that served this long is one that can run, even if nobody asked it anything. Seconds.
 _STABLE_S = 5.0
+#: When the next daemon is started ahead: after the present one has settled, or after a standby died. Seconds.
+_STANDBY_AFTER_S = 1.0
+_STANDBY_AGAIN_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +50,7 @@ class Plan:
     status_path: str | None
     ready_fd: int | None
     spin_s: float
+    has_standby: bool
 
 
 def log(text: str) -> None:
@@ -67,6 +72,7 @@ class Supervisor:
         self._pump.before_open = self._drain_control
         self._control = Control(self._backings, self._daemon_ready, self._daemon_stopping)
         self._child: Child | None = None
+        self._is_swap_wanted = False
         self._is_initialised = self._is_ready = False
         self._is_retire_due = False
         self._answered_at_start = 0
@@ -86,6 +92,7 @@ class Supervisor:
             messages.ENV_MOUNTPOINT: plan.mountpoint,
         }
         self._ready_fd = plan.ready_fd
+        self._ahead = Ahead(plan.argv, self._environment, self._epoll)
 
     # -- the loop ---------------------------------------------------------------------------------------
 
@@ -100,6 +107,7 @@ class Supervisor:
         self._start()
         while not (self._life.phase is Phase.ENDED and self._child is None):
             self._turn()
+        self._ahead.discard()
         self._status.close()
         self._pump.close()
         return self._life.exit_code
@@ -122,6 +130,9 @@ class Supervisor:
         child = self._child
         if child is not None and fd == child.control.fileno():
             self._drain_control()
+        elif fd == self._ahead.fd:
+            if self._ahead.on_readable() and self._is_swap_wanted:
+                self._begin_swap()
         elif fd == self._signal_fd:
             for number in set(os.read(self._signal_fd, 512)):
                 self._signal(number)
@@ -138,6 +149,8 @@ class Supervisor:
         if number == signal.SIGCHLD:
             if self._child is not None and self._child.has_exited():
                 self._child_gone()
+            if self._ahead.has_exited():
+                self._standby_gone()
         elif number == signal.SIGHUP:
             self.restart()
         else:
@@ -150,6 +163,10 @@ class Supervisor:
             self._life.exit_code = EXIT_NOT_DURABLE
             log("the daemon did not finish in time: unmounting with its work undone")
             self._unmount()
+        elif name == "standby":
+            self._start_ahead()
+        elif name == "warm":
+            self._swap_failed("it did not start in time")
         elif name == "exit":
             self._kill("the daemon did not exit in time")
         elif self._life.phase is Phase.BACKOFF:
@@ -173,13 +190,15 @@ class Supervisor:
         self._is_initialised = self._is_ready = False
         self._answered_at_start = self._pump.answered
         self._control.no_passthrough = self._session.no_passthrough
-        environment = {
-            **self._environment,
-            messages.ENV_PASSTHROUGH: "0" if self._session.no_passthrough else "1",
-        }
         state = messages.pack_state(life.life, self._quarantined(), self._session.handles())
         try:
-            child = Child(self._plan.argv, environment, state)
+            child = Child(
+                self._plan.argv,
+                self._environment,
+                state,
+                passthrough=not self._session.no_passthrough,
+                standby=self._ahead.take(),
+            )
         except OSError as error:
             self._failed(f"cannot run {self._plan.argv[0]}: {error.strerror}")
             return
@@ -225,6 +244,37 @@ class Supervisor:
             log(f"daemon {self._child.pid if self._child else 0} serves (life {life.life})")
         if life.is_stop_wanted and self._child is not None:
             self._child.tell(Event.STOP)
+        elif self._plan.has_standby:
+            life.deadlines["standby"] = self._served_s + _STANDBY_AFTER_S
+
+    # -- swapping ---------------------------------------------------------------------------------------
+
+    def _start_ahead(self) -> None:
+        if self._life.phase is not Phase.ENDED and (why := self._ahead.start()):
+            self._swap_failed(why)
+
+    def _standby_gone(self) -> None:
+        self._ahead.discard()
+        self._life.deadlines["standby"] = time.monotonic() + _STANDBY_AGAIN_S
+        self._swap_failed("it ended while starting")
+
+    def _swap_failed(self, why: str) -> None:
+        self._life.deadlines.pop("warm", None)
+        if self._is_swap_wanted:
+            self._is_swap_wanted = False
+            self._life.last_failure = f"the new daemon was not taken: {why}"
+            log(f"{self._life.last_failure}; the old one goes on")
+            self._ahead.discard()
+
+    def _begin_swap(self) -> None:
+        self._is_swap_wanted = False
+        self._life.deadlines.pop("warm", None)
+        if self._life.phase is Phase.SERVING:
+            self._life.enter(Phase.RETIRING, time.monotonic() + self._plan.limits.grace_s)
+            self._is_retire_due = True
+            self._pump.pause()
+
+    # -- the end of a daemon ----------------------------------------------------------------------------
 
     def _daemon_stopping(self, code: int) -> None:
         self._daemon_code = code
@@ -296,11 +346,16 @@ class Supervisor:
             self._pump.serve_again()
             self._start()
             return "trying again"
-        if life.phase is not Phase.SERVING or life.is_stop_wanted:
+        if life.phase is not Phase.SERVING or life.is_stop_wanted or self._is_swap_wanted:
             return "not now: " + str(life.phase.value)
-        life.enter(Phase.RETIRING, now + self._plan.limits.grace_s)
-        self._is_retire_due = True
-        self._pump.pause()
+        if self._plan.has_standby:
+            # The new code is started before the old daemon ends: if it cannot start, nothing has happened.
+            self._ahead.discard()
+            self._is_swap_wanted = True
+            life.deadlines["warm"] = now + self._plan.limits.start_s
+            self._start_ahead()
+        else:
+            self._begin_swap()
         return "restarting"
 
     def _retire_now(self) -> None:
@@ -353,6 +408,7 @@ class Supervisor:
         life.enter(Phase.ENDED)
         life.deadlines.pop("stop", None)
         self._tell_ready("failed: unmounted")
+        self._ahead.discard()
         if self._child is not None:
             life.deadlines["exit"] = time.monotonic() + self._plan.limits.exit_s
             if not self._child.tell(Event.END):
@@ -386,6 +442,8 @@ class Supervisor:
             "mountpoint": self._plan.mountpoint,
             "supervisor_pid": os.getpid(),
             "daemon_pid": self._child.pid if self._child else 0,
+            "standby_pid": self._ahead.pid,
+            "standby_is_warm": self._ahead.is_warm,
             "uptime_s": round(time.monotonic() - self._started_s, 3),
             "life": life.life,
             "restarts": life.restarts,

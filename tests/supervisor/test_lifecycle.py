@@ -74,7 +74,7 @@ def test_ready_is_told_to_who_waits_for_it(mount: Mount) -> None:
 
 
 def test_a_daemon_that_cannot_start_gives_an_exit_code_and_no_mount(mount: Mount) -> None:
-    mount.start("--max-restarts", "2", fail="1")
+    mount.start(fail="1")
     assert mount.wait() == EXIT_CANNOT_TELL
     assert not is_mounted(mount.point)
     assert "giving up after 3 failures" in mount.said()
@@ -163,6 +163,36 @@ def test_sighup_swaps_the_daemon(mount: Mount) -> None:
     assert mount.umount() == 0
 
 
+def test_a_standby_takes_over(mount: Mount) -> None:
+    mount.up("--standby")
+    wait_until(lambda: mount.status()["standby_is_warm"] is True, "a standby waits")
+    standby = mount.status()["standby_pid"]
+    (mount.point / "f").write_bytes(b"x")
+    mount.kill_daemon()
+    assert (mount.point / "f").read_bytes() == b"x"
+    assert mount.daemon_pid() == standby
+    wait_until(lambda: mount.status()["standby_pid"] not in (0, standby), "the next standby is started")
+    last = mount.status()["standby_pid"]
+    assert mount.umount() == 0
+    assert not os.path.exists(f"/proc/{last}")
+
+
+def test_an_upgrade_that_cannot_start_leaves_the_old_daemon(mount: Mount) -> None:
+    mount.up("--standby")
+    pid = mount.daemon_pid()
+    Path(f"{mount.root}.fail").touch()
+    assert mount.ask("restart") == {"said": "restarting"}
+    wait_until(lambda: "not taken" in str(mount.status()["last_failure"]), "the upgrade is given up")
+    assert mount.daemon_pid() == pid
+    (mount.point / "f").write_bytes(b"x")
+    Path(f"{mount.root}.fail").unlink()
+    assert mount.ask("restart") == {"said": "restarting"}
+    wait_until(lambda: mount.status()["life"] == 2 and mount.phase() == "serving", "the upgrade")
+    assert (mount.point / "f").read_bytes() == b"x"
+    assert mount.status()["failures_in_a_row"] == 0
+    assert mount.umount() == 0
+
+
 def test_fusermount_mounts_and_unmounts(mount: Mount) -> None:
     mount.up("--mount-with", "fusermount")
     (mount.point / "f").write_bytes(b"x")
@@ -191,14 +221,14 @@ def test_the_status_socket_takes_only_what_it_knows(mount: Mount) -> None:
 
 
 def test_failures_in_a_row_back_off_and_end() -> None:
-    life = Lifecycle(Limits(restarts_max=3, backoff_s_first=1.0, backoff_s_max=3.0))
+    life = Lifecycle(Limits(restarts_max=3, backoff_s_first=1.0, backoff_s_max=3.0), has_served=True)
     waits = []
     for _ in range(3):
         assert life.failed("why", had_progress=False, now=100.0) is Phase.BACKOFF
         waits.append(life.deadlines["phase"] - 100.0)
     assert waits == [1.0, 2.0, 3.0]
     assert life.failed("why", had_progress=False, now=100.0) is Phase.FAILED
-    assert life.exit_code == EXIT_CANNOT_TELL
+    assert life.exit_code == EXIT_NOT_DURABLE
 
 
 def test_a_daemon_that_answers_between_its_deaths_is_never_given_up() -> None:

@@ -1,0 +1,116 @@
+"""The next daemon, started ahead: its imports are done when the present one dies.
+
+Role: with ``--standby`` the pause at a death shrinks to the adoption of the state, and an upgrade whose program
+cannot start is noticed while the old daemon still serves. Costs one idle process.
+Concurrency: the supervisor's one thread. Called by ``run``; ``client`` is the other end.
+"""
+
+from __future__ import annotations
+
+import select
+import socket
+import subprocess
+from collections.abc import Sequence
+
+from . import messages
+from .child import Process, spawn
+
+
+class Standby(Process):
+    """A daemon process that has been started ahead: it waits, its imports done, to be given a mount."""
+
+    def __init__(self, argv: Sequence[str], environment: dict[str, str]) -> None:
+        """Start it; ``OSError`` when the program cannot be run."""
+        self.handover, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            variables = {messages.ENV_STANDBY_FD: str(theirs.fileno())}
+            super().__init__(spawn(argv, {**environment, **variables}, [theirs.fileno()]))
+        self.handover.setblocking(False)
+
+    def is_warm(self) -> bool:
+        """Whether it has said that it waits. Call when ``handover`` is readable; False: it is ending."""
+        try:
+            return bool(self.handover.recv(messages.MESSAGE_BYTES + 1))
+        except OSError:
+            return False
+
+    def give(self, fds: Sequence[int], passthrough: bool) -> bool:
+        """Hand the descriptors over and close our end; False when it no longer takes them."""
+        message = messages.Message(messages.HANDOVER, value=int(passthrough)).pack()
+        try:
+            socket.send_fds(self.handover, [message], list(fds))
+        except OSError:
+            return False
+        finally:
+            self.handover.close()
+        return True
+
+    def process(self) -> subprocess.Popen[bytes]:
+        """What ``Child`` takes over."""
+        return self._process
+
+    def discard(self) -> None:
+        """End it."""
+        self.handover.close()
+        self.reap()
+
+
+class Ahead:
+    """At most one standby, and its socket in the epoll until it has said that it waits."""
+
+    def __init__(self, argv: Sequence[str], environment: dict[str, str], epoll: select.epoll) -> None:
+        self._argv = argv
+        self._environment = environment
+        self._epoll = epoll
+        self._standby: Standby | None = None
+        #: The descriptor to watch, or -1.
+        self.fd = -1
+        #: Whether the standby waits with its imports done.
+        self.is_warm = False
+
+    @property
+    def pid(self) -> int:
+        """Process id of the standby; 0 when there is none."""
+        return self._standby.pid if self._standby is not None else 0
+
+    def start(self) -> str:
+        """Start one unless there is one; why it cannot be run, or the empty string."""
+        if self._standby is None:
+            try:
+                self._standby = Standby(self._argv, self._environment)
+            except OSError as error:
+                return f"cannot run {self._argv[0]}: {error.strerror}"
+            self.fd = self._standby.handover.fileno()
+            self._epoll.register(self.fd, select.EPOLLIN)
+        return ""
+
+    def on_readable(self) -> bool:
+        """The standby said something: whether it is warm now (otherwise it is ending)."""
+        self._unwatch()
+        self.is_warm = self._standby is not None and self._standby.is_warm()
+        return self.is_warm
+
+    def has_exited(self) -> bool:
+        """Whether there is one that has ended; ``discard`` it then."""
+        return self._standby is not None and self._standby.has_exited()
+
+    def take(self) -> Standby | None:
+        """Give the standby away, warm or not; None when there is none alive."""
+        standby, self._standby = self._standby, None
+        self._unwatch()
+        self.is_warm = False
+        if standby is not None and standby.has_exited():
+            standby.discard()
+            return None
+        return standby
+
+    def discard(self) -> None:
+        """End the standby."""
+        standby = self.take()
+        if standby is not None:
+            standby.discard()
+
+    def _unwatch(self) -> None:
+        if self.fd >= 0:
+            self._epoll.unregister(self.fd)
+            self.fd = -1
