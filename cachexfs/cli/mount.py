@@ -17,7 +17,7 @@ import click
 import msgspec
 
 from cachexfs.cli import mounts
-from cachexfs.cli.mount_checks import check_directories, check_machine, clear_mountpoint, detach
+from cachexfs.cli.mount_checks import check_address, check_directories, check_machine, clear_mountpoint, detach
 from cachexfs.cli.options import OPTIONS, load_options
 from cachexfs.cli.output import write_json
 from cachexfs.config import MountOptions, mount_id
@@ -74,6 +74,8 @@ def command(
     check_machine(options)
     clear_mountpoint(options.mountpoint, options.runtime_dir, change=not check)
     check_directories(options, change=not check)
+    if not check:
+        check_address(options)
     if check:
         return EXIT_DONE
     return _start(options, foreground, timeout_s, as_json)

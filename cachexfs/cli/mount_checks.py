@@ -1,13 +1,15 @@
 """What can be known to be wrong before a daemon is started: devices, directories, an old mount.
 
-Role: called by ``cachexfs mount``: ``check_machine``, ``clear_mountpoint``, then ``check_directories``. Each raises
+Role: called by ``cachexfs mount``: ``check_machine``, ``clear_mountpoint``, and the other two. Each raises
 ``UsageError`` or ``CannotTellError`` with what to do. No concurrency; what may hang runs in a child.
 """
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
+import socket
 import stat
 import subprocess
 from contextlib import suppress
@@ -42,6 +44,25 @@ def check_machine(options: MountOptions) -> None:
         raise UsageError("fusermount3 is missing, which mounts for users who are not root: install the package fuse3")
     if options.allow_other and not _fuse_conf_allows_other():
         raise UsageError("allow_other needs the line 'user_allow_other' in /etc/fuse.conf, or root")
+
+
+def check_address(options: MountOptions) -> None:
+    """Raise ``UsageError`` when the daemon could not listen on the node's address (nothing to do alone)."""
+    if options.alone:
+        return
+    family = socket.AF_INET6 if ":" in options.listen_host else socket.AF_INET
+    where = f"{options.listen_host or '*'}:{options.listen_port}"
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((options.listen_host, options.listen_port))
+            probe.listen(1)
+        except OSError as error:
+            hint = {
+                errno.EADDRINUSE: "does a daemon of this job still run here? Give another job, or listen=ADDRESS:PORT",
+                errno.EADDRNOTAVAIL: "it is no address of this machine: is 'node' right?",
+            }.get(error.errno or 0, "give listen=ADDRESS:PORT")
+            raise UsageError(f"cannot listen on {where} ({error.strerror}): {hint}") from None
 
 
 def _fuse_conf_allows_other() -> bool:

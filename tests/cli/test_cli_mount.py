@@ -1,6 +1,7 @@
 """Wrong calls of ``cachexfs mount`` and ``mount.cachexfs``: one clear line and the right exit code, nothing mounted."""
 
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -126,6 +127,17 @@ def test_a_mount_whose_daemon_hangs_is_left_alone(
 def test_a_live_mount_of_an_unknown_daemon_is_left_alone(kernel: Path, places: tuple[Path, Path], run: Run) -> None:
     list_mount(kernel, places[1])
     assert "mounted already" in refused(run, *places)
+
+
+def test_an_address_that_is_taken_or_not_ours(places: tuple[Path, Path], tmp_path: Path, run: Run) -> None:
+    secret = tmp_path / "secret"
+    secret.write_bytes(b"s" * 32)
+    secret.chmod(0o600)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        options = f"nvme={tmp_path}/nvme,secret={secret},node=a,nodes=a=127.0.0.1:{port};b=127.0.0.2:{port}"
+        assert f"127.0.0.1:{port} (Address already in use)" in refused(run, *places, "-o", options)
+    assert "no address of this machine" in refused(run, *places, "-o", options + ",listen=192.0.2.1:1")
 
 
 def test_a_runtime_directory_that_others_made(tmp_path: Path) -> None:
