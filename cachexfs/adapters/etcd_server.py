@@ -1,7 +1,8 @@
 """This node's etcd member: a detached process that outlives the daemon.
 
 Role: adaptor. ``EtcdServer.start`` adopts the member that a previous daemon left running, or starts one over the
-data that is there; ``run`` starts it again when it dies. The process has a session of its own; a file with its
+data that is there, or joins a cluster that goes on without it (``etcd_membership``); ``run`` starts it again when it
+dies. The process has a session of its own; a file with its
 id and start time says which it is. Nothing here waits for a majority: a member without one runs and does not answer.
 
 Concurrency: one daemon per directory (it holds the staging's lock). Blocking calls are short (a spawn, reads in
@@ -24,6 +25,8 @@ from pathlib import Path
 import msgspec
 import trio
 
+from cachexfs.adapters.etcd_client import Endpoint
+from cachexfs.adapters.etcd_membership import Membership, NotAdmittedError, Standing
 from cachexfs.adapters.job_tls import TlsFiles
 from cachexfs.errors import CannotTellError, UsageError
 
@@ -68,7 +71,8 @@ class _Process(msgspec.Struct, frozen=True):
 class EtcdServer:
     """The member ``name`` of ``members``, with its data in ``directory`` (on NVMe).
 
-    ``token`` separates clusters (the job's name). Without ``tls`` everything is in the clear: for tests.
+    ``token`` separates clusters: the job's name, and the nodes' catalogues must use the same. Without ``tls``
+    everything is in the clear: for tests.
     Raises ``UsageError`` when there is no etcd.
     """
 
@@ -84,6 +88,9 @@ class EtcdServer:
         self.data_directory = directory / "data"
         self.log_path = directory / "etcd.log"
         self._pid_path = directory / "etcd.pid"
+        others = [Endpoint(member.host, member.client_port) for member in members if member is not self._own]
+        peer_url = _url("https" if tls else "http", self._own.host, self._own.peer_port)
+        self._membership = Membership(others, name, peer_url, token, tls)
 
     @property
     def pid(self) -> int | None:
@@ -98,16 +105,22 @@ class EtcdServer:
         """Make sure that the member runs; True when it was running already.
 
         ``force_new_cluster`` makes it the only member, with the data that it has: only when somebody vouches that
-        the others will not come back. Raises ``CannotTellError`` when it ends at once, with its last words.
+        the others will not come back. Raises ``CannotTellError`` when it ends at once, with its last words, and
+        ``NotAdmittedError`` when a cluster that goes on without it does not take it back yet.
         """
         if force_new_cluster:
             await self.stop()
         elif self.pid is not None:
             return True
         self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        standing = Standing()
+        if not force_new_cluster:
+            standing = await self._membership.standing(has_data=self.data_directory.exists())
+            if standing.is_stale:
+                self._set_aside()
         if self.log_path.exists() and self.log_path.stat().st_size > LOG_BYTES_MAX:
             self.log_path.replace(self.log_path.with_suffix(".log.1"))
-        pid = self._spawn(self._arguments(force_new_cluster=force_new_cluster))
+        pid = self._spawn(self._arguments(standing.cluster, force_new_cluster=force_new_cluster))
         with trio.move_on_after(START_CHECK_S):
             await self._wait_end(pid)
             raise CannotTellError(f"etcd ended at once: {self.last_words()} (log: {self.log_path})")
@@ -134,22 +147,48 @@ class EtcdServer:
 
         Each failure is told to ``report``. Cancelling leaves the member running.
         """
-        task_status.started(await self.start())
+        try:
+            adopted = await self.start()
+        except NotAdmittedError as error:  # the catalogue works without this member
+            report(str(error))
+            adopted = False
+        task_status.started(adopted)
         delay_s = RESTART_DELAY_S_MIN
         while True:
-            pid = self.pid
-            if pid is not None:
-                began_s = trio.current_time()
-                await self._wait_end(pid)
-                if trio.current_time() - began_s > RESTART_DELAY_S_MAX:
-                    delay_s = RESTART_DELAY_S_MIN
-            report(f"etcd has ended: {self.last_words()} (log: {self.log_path}); starting it again")
+            began_s = trio.current_time()
+            had_started = await self._attend()
+            if trio.current_time() - began_s > RESTART_DELAY_S_MAX:
+                delay_s = RESTART_DELAY_S_MIN
+            if had_started:
+                report(f"etcd has ended: {self.last_words()} (log: {self.log_path}); starting it again")
             await trio.sleep(delay_s)
             delay_s = min(2 * delay_s, RESTART_DELAY_S_MAX)
             try:
                 await self.start()
             except CannotTellError as error:
                 report(str(error))
+
+    async def _attend(self) -> bool:
+        """Return when the member has ended; end it when the others have dropped it. False when it had not started."""
+        pid = self.pid
+        if pid is None:
+            return False
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._settle)
+            await self._wait_end(pid)
+            nursery.cancel_scope.cancel()
+        return True
+
+    async def _settle(self) -> None:
+        if len(self._members) > 1 and not await self._membership.settle():
+            await self.stop()
+
+    def _set_aside(self) -> None:
+        """Keep the data of a past cluster, but not in the way. One such copy is kept."""
+        past = self.data_directory.with_name("data.past")
+        if past.exists():
+            shutil.rmtree(past)
+        self.data_directory.rename(past)
 
     async def _wait_end(self, pid: int) -> None:
         """Return when the member with this id has ended."""
@@ -204,7 +243,7 @@ class EtcdServer:
         fresh.replace(self._pid_path)
         return pid
 
-    def _arguments(self, *, force_new_cluster: bool) -> list[str]:
+    def _arguments(self, existing: str, *, force_new_cluster: bool) -> list[str]:
         scheme = "https" if self._tls else "http"
         own = self._own
         bind = _bind_address(own.host)
@@ -216,9 +255,9 @@ class EtcdServer:
             "listen-client-urls": _url(scheme, bind, own.client_port),
             "initial-advertise-peer-urls": _url(scheme, own.host, own.peer_port),
             "advertise-client-urls": _url(scheme, own.host, own.client_port),
-            "initial-cluster": cluster,
+            "initial-cluster": existing or cluster,
             "initial-cluster-token": self._token,
-            "initial-cluster-state": "new",
+            "initial-cluster-state": "existing" if existing else "new",
             "heartbeat-interval": str(HEARTBEAT_MS),
             "election-timeout": str(ELECTION_MS),
             "snapshot-count": str(SNAPSHOT_COUNT),

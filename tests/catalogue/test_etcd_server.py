@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import socket
 import ssl
 import stat
@@ -12,6 +13,8 @@ import pytest
 import trio
 from catalogue_support import LOOPBACK, PATIENCE_S, SECRET, EtcdCluster, adder, own_cluster, running, size_of
 
+from cachexfs.adapters.etcd_client import EtcdClient
+from cachexfs.adapters.etcd_membership import MembersAnswer
 from cachexfs.adapters.etcd_server import EtcdServer, Member
 from cachexfs.adapters.job_tls import JobAuthority, TlsFiles
 from cachexfs.core.records import FID_STEP
@@ -123,6 +126,56 @@ async def test_the_survivor_of_two_goes_on_alone_with_everything() -> None:
         assert not await again(cluster).start()  # later starts need no vouching
         async with running(client := cluster.client("survivor", "n0")):
             assert await client.mutate(adder(FID)) == 7
+
+
+async def until_full(cluster: EtcdCluster, count: int) -> None:
+    """Wait until the first member knows so many with a vote."""
+    raw = EtcdClient(cluster.endpoints[:1], cluster.tls, 5.0)
+    with trio.fail_after(2 * PATIENCE_S):
+        while True:
+            answer = await raw.call("/v3/cluster/member/list", {}, MembersAnswer)
+            if sum(bool(member.name) and not member.isLearner for member in answer.members) == count:
+                break
+            await trio.sleep(0.1)
+    await raw.aclose()
+
+
+async def test_a_member_that_lost_its_data_joins_again_and_counts() -> None:
+    async with own_cluster(3) as cluster, trio.open_nursery() as nursery:
+        job = cluster.root.name
+        async with running(cluster.client(job, "m1", 1), client := cluster.client(job, "m0")):
+            await client.mutate(adder(FID))
+            cluster.kill(1)
+            shutil.rmtree(cluster.servers[1].data_directory)
+            await client.mutate(adder(FID))
+            await nursery.start(again(cluster, 1).run, print)
+            await until_full(cluster, 3)
+            cluster.kill(2)  # now the new one is needed for a majority
+            with trio.fail_after(PATIENCE_S):
+                assert await client.mutate(adder(FID)) == 3
+        nursery.cancel_scope.cancel()
+
+
+@pytest.mark.parametrize("is_running", [False, True])
+async def test_a_member_that_the_survivor_has_dropped_does_no_harm_and_joins_again(is_running: bool) -> None:
+    async with own_cluster(2) as cluster, trio.open_nursery() as nursery:
+        job = cluster.root.name
+        async with running(client := cluster.client(job, "m0")):
+            await client.mutate(adder(FID))
+            cluster.kill(1)
+            await again(cluster).start(force_new_cluster=True)
+            with trio.fail_after(PATIENCE_S):
+                assert await client.mutate(adder(FID)) == 2
+            old = again(cluster, 1)
+            if is_running:  # its daemon starts it with the past cluster's data, before it can ask the survivor
+                old._spawn(old._arguments("", force_new_cluster=False))
+            await nursery.start(old.run, print)
+            await until_full(cluster, 2)
+            with trio.fail_after(PATIENCE_S):
+                assert await client.mutate(adder(FID)) == 3
+        async with running(client := cluster.client(job, "m1", 1)):
+            assert size_of(client, FID) == 3
+        nursery.cancel_scope.cancel()
 
 
 # ---- strangers

@@ -1,0 +1,142 @@
+"""Whether this node's member may start over the data that it has, or must join anew.
+
+Role: adaptor. A member that has lost its data must not come back under its old id (it would have forgotten what
+it voted for), and one that the others have dropped (``--force-new-cluster``) cannot. Both join as learners, which
+never cost the others their majority, and are promoted once they have caught up. Concurrency: called by
+``EtcdServer`` before and after a start; each call asks the other members.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import msgspec
+import trio
+
+from cachexfs.adapters.etcd_batch import FENCE_PREFIX
+from cachexfs.adapters.etcd_client import (
+    Empty,
+    Endpoint,
+    EtcdClient,
+    EtcdRefusedError,
+    EtcdUnreachableError,
+    RangeAnswer,
+)
+from cachexfs.adapters.job_tls import TlsFiles
+from cachexfs.errors import CannotTellError
+
+#: How long the others may take to say that there is a cluster. Without an answer the member starts as it is.
+ASK_TIMEOUT_S = 1.5
+PROMOTE_RETRY_S = 0.5
+
+
+class NotAdmittedError(CannotTellError):
+    """The others have a cluster that does not take this member in, for now."""
+
+
+class MemberRecord(msgspec.Struct, frozen=True):
+    """A member as the cluster knows it. ``name`` is empty until it has started."""
+
+    ID: int
+    peerURLs: list[str] = []
+    name: str = ""
+    isLearner: bool = False
+
+
+class MembersAnswer(msgspec.Struct, frozen=True):
+    """The cluster's members."""
+
+    members: list[MemberRecord] = []
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """How to start: ``cluster`` is the ``initial-cluster`` of an existing cluster to join ("": start as configured);
+    ``is_stale`` says that the data belongs to a past one."""
+
+    cluster: str = ""
+    is_stale: bool = False
+
+
+class Membership:
+    """The other members' view of the member ``name`` with the peer address ``peer_url``, in the job ``job``."""
+
+    def __init__(self, others: Sequence[Endpoint], name: str, peer_url: str, job: str, tls: TlsFiles | None) -> None:
+        self._others = others
+        self._name = name
+        self._peer_url = peer_url
+        self._fence = f"/cachexfs/{job}/".encode() + FENCE_PREFIX + name.encode()
+        self._tls = tls
+
+    async def standing(self, *, has_data: bool) -> Standing:
+        """Ask the others, and apply for membership when it is needed. Without a majority of them: as configured.
+
+        Raises ``NotAdmittedError`` when they do not admit it now: etcd refuses changes while a member is away, and
+        in its first seconds. To start under the old id all the same would be wrong.
+        """
+        if not self._others:
+            return Standing()
+        client = self._client()
+        try:
+            known = await self._is_known(client)
+            if known is None:
+                return Standing()
+            return await self._apply(client, has_data=has_data, is_known=known)
+        except (EtcdUnreachableError, EtcdRefusedError) as error:
+            raise NotAdmittedError(f"the etcd cluster does not admit this node's member yet: {error}") from error
+        finally:
+            await client.aclose()
+
+    async def settle(self) -> bool:
+        """Wait until the others know the running member as a full one, promoting it when it has caught up.
+
+        False when they have dropped it: it must be stopped, and joins at its next start.
+        """
+        client = self._client()
+        try:
+            while True:
+                try:
+                    own = await self._own(client)
+                    if own is None or not own.isLearner:
+                        return own is not None
+                    await client.call("/v3/cluster/member/promote", {"ID": own.ID}, Empty)
+                except (EtcdUnreachableError, EtcdRefusedError):
+                    pass  # not in sync yet, or no majority: both pass
+                await trio.sleep(PROMOTE_RETRY_S)
+        finally:
+            with trio.CancelScope(shield=True):
+                await client.aclose()
+
+    async def _is_known(self, client: EtcdClient) -> bool | None:
+        """Whether this node has taken part in the job; None when none of the others knows a majority."""
+        for _ in self._others:  # a client turns to the next after a failure
+            try:
+                fence = await client.call("/v3/kv/range", {"key": self._fence}, RangeAnswer)
+            except EtcdUnreachableError:
+                continue
+            return bool(fence.kvs)
+        return None
+
+    async def _apply(self, client: EtcdClient, *, has_data: bool, is_known: bool) -> Standing:
+        own = await self._own(client)
+        if own is not None and (has_data or not is_known):
+            return Standing()  # as ever; or a new cluster whose other members were quicker
+        if own is not None:
+            await client.call("/v3/cluster/member/remove", {"ID": own.ID}, Empty)
+        request = {"peerURLs": [self._peer_url], "isLearner": True}
+        answer = await client.call("/v3/cluster/member/add", request, MembersAnswer)
+        urls = [
+            f"{member.name or self._name}={url}"
+            for member in answer.members
+            if member.name or self._peer_url in member.peerURLs
+            for url in member.peerURLs
+        ]
+        return Standing(",".join(urls), is_stale=has_data)
+
+    async def _own(self, client: EtcdClient) -> MemberRecord | None:
+        answer = await client.call("/v3/cluster/member/list", {}, MembersAnswer)
+        return next((member for member in answer.members if self._peer_url in member.peerURLs), None)
+
+    def _client(self) -> EtcdClient:
+        return EtcdClient(self._others, self._tls.client_context() if self._tls else None, ASK_TIMEOUT_S)
