@@ -313,8 +313,9 @@ def contention(archer: Rows) -> None:
         errors = {k: 100 * abs(guess(k[1], k[0], spec) / t - 1) for k, t in seen.items()}
         mean = float(np.mean(list(errors.values())))
         parts = ", ".join(f"{j} jobs {np.mean([e for k, e in errors.items() if k[0] == j]):.1f}" for j in (2, 4))
+        middle = np.median(list(errors.values()))
         print(
-            f"  {rule:16} MAPE {mean:6.1f}%, median {np.median(list(errors.values())):5.1f}% ({len(seen)} points; {parts})"
+            f"  {rule:16} MAPE {mean:6.1f}%, median {middle:5.1f}% ({len(seen)} points; {parts})"
             + (f": {verdict(mean, 8.0)}" if rule == "all bytes / B" else "")
         )
     scan = {
@@ -356,7 +357,8 @@ def risk_checks() -> None:
         monte = monte_carlo_age(tau, delay, rng)
         worst = max(worst, abs(exact.mean_s / monte - 1))
         print(
-            f"  interval {tau:4} delay {median:4} sd {sd} failed {q:4}: exact {exact.mean_s:7.1f} simulated {monte:7.1f} first order {exact.first_order_s:7.1f}"
+            f"  interval {tau:4} delay {median:4} sd {sd} failed {q:4}: exact {exact.mean_s:7.1f} "
+            f"simulated {monte:7.1f} first order {exact.first_order_s:7.1f}"
         )
     print(f"  largest difference {100 * worst:.2f}%: {verdict(100 * worst, 1.0)}")
     worst = 0.0
@@ -393,7 +395,8 @@ def risk_checks() -> None:
         error = predicted.exact / run.waste - 1
         worst = max(worst, abs(error))
         print(
-            f"  lambda tau {load:4}: waste exact {predicted.exact:.4f} first order {predicted.first_order:.4f} simulated {run.waste:.4f} +- {run.waste_error:.4f} ({100 * error:+.1f}%)"
+            f"  lambda tau {load:4}: waste exact {predicted.exact:.4f} first order {predicted.first_order:.4f} "
+            f"simulated {run.waste:.4f} +- {run.waste_error:.4f} ({100 * error:+.1f}%)"
         )
     print(f"  largest difference {100 * worst:.1f}%: {verdict(100 * worst, 6.0)}")
 
@@ -423,18 +426,13 @@ def routes(rows: Rows) -> None:
         days = sorted({d for fs, d in first if fs == "cscratch"} & {d for fs, d in first if fs == "datawarp-bb"})
         p = paired_routes([first["cscratch", d] for d in days], [first["datawarp-bb", d] for d in days])
         print(
-            f"  {writers} writers, {p.days} days decided: always Lustre {p.direct_s:.1f} s, always DataWarp {p.fast_s:.1f} s,"
-            f" chosen {p.chosen_s:.1f} s, oracle {p.oracle_s:.1f} s; right {p.accuracy:.2f}, Brier {p.brier:.3f}"
+            f"  {writers} writers, {p.days} days decided: always Lustre {p.direct_s:.1f} s, "
+            f"always DataWarp {p.fast_s:.1f} s, chosen {p.chosen_s:.1f} s, oracle {p.oracle_s:.1f} s; right {p.accuracy:.2f}, Brier {p.brier:.3f}"
         )
-        print(
-            f"    confident on {100 * p.confident:.0f}% of days, then right {p.confident_accuracy:.2f}; ratio {p.ratio:.3f}"
-            + (
-                f": {'met' if p.confident_accuracy >= 0.85 and p.confident >= 0.25 and p.ratio <= 0.92 else 'NOT MET'}"
-                " (bounds 25%, 0.85, 0.92)"
-                if writers == "4096"
-                else ""
-            )
-        )
+        fine = p.confident_accuracy >= 0.85 and p.confident >= 0.25 and p.ratio <= 0.92
+        said = f": {'met' if fine else 'NOT MET'} (bounds 25%, 0.85, 0.92)" if writers == "4096" else ""
+        share = f"confident on {100 * p.confident:.0f}% of days, then right {p.confident_accuracy:.2f}"
+        print(f"    {share}; ratio {p.ratio:.3f}{said}")
 
 
 def abstentions(series: Sequence[Series]) -> None:

@@ -5,14 +5,14 @@ Role: composes prediction, boundaries, exposure, interval and route; behind ``ad
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from cachexfs.errors import UsageError
 from cachexfs.model.delays import Delay
 from cachexfs.model.fitted import FittedModel, Prediction
 from cachexfs.model.risk import BestInterval, Exposure, Waste, exposure, optimal_interval, waste
 from cachexfs.model.route import ABSTAIN, OBSERVED_MIN, PARTNER, Decision, Evidence, decide_route
-from cachexfs.model.units import time_text
+from cachexfs.model.units import count_text, time_text
 
 SNAPSHOT_RATE = 2.5e9
 """Bytes per second and writer into the mount's memory (measured: ``cachexfs bench``)."""
@@ -20,6 +20,8 @@ PARTNER_SD = 0.2
 RECOVERY_S = 600.0
 NODE_MTBF_S = 5 * 365.25 * 86400.0
 KAPPA = 0.10
+STALL_MIN_S = 1e-3
+DRAIN_MARGIN = 1.1
 
 
 @dataclass(frozen=True)
@@ -50,16 +52,21 @@ class Job:
 
 @dataclass(frozen=True)
 class Advice:
-    """What to do. ``direct``, ``partner`` and ``drain`` are the delays used; ``lines`` the three plain lines."""
+    """What to do. ``direct``, ``partner``, ``drain`` are the delays used and ``pfs`` that to the PFS on the route used;
+    ``exposure`` until the first durable copy, ``rollback_s`` what a failure costs on average, with the share ``kappa``
+    of failures that need the PFS; ``lines`` the three plain lines."""
 
     decision: Decision
     interval: BestInterval
     interval_s: float
     exposure: Exposure
+    rollback_s: float
     waste: Waste
     direct: Delay
     partner: Delay
     drain: Delay
+    pfs: Delay
+    kappa: float
     stall_s: float
     prediction: Prediction
     lines: tuple[str, str, str]
@@ -80,8 +87,7 @@ def advise(model: FittedModel, job: Job, partner_model: FittedModel | None = Non
     stall_partner = snapshot if job.stall_partner_s is None else job.stall_partner_s
     stall_direct = direct.mean_s() if job.stall_direct_s is None else job.stall_direct_s
     rate = job.failures_per_s
-    first = optimal_interval(max(stall_partner, 1e-3), rate, copy)
-    planned = job.interval_s or first.chosen_s
+    planned = job.interval_s or _interval(stall_partner, rate, copy, direct).chosen_s
     decision = decide_route(
         direct,
         copy,
@@ -96,14 +102,31 @@ def advise(model: FittedModel, job: Job, partner_model: FittedModel | None = Non
     on_partner = decision.use == PARTNER
     stall = stall_partner if on_partner else stall_direct
     durable = copy if on_partner else direct
-    later = Delay(copy.median_s + direct.median_s, direct.log_sd, direct.failed) if on_partner else direct
-    best = optimal_interval(max(stall, 1e-3), rate, durable)
-    used = job.interval_s or best.chosen_s
+    later = on_pfs(copy, direct) if on_partner else direct
     kappa = job.kappa if on_partner else 1.0
-    risk = exposure(used + stall, durable)
+    best = _interval(stall, rate, durable, direct if on_partner else None)
+    used = job.interval_s or best.chosen_s
+    risk, risk_pfs = exposure(used + stall, durable), exposure(used + stall, later)
     loss = waste(used, stall, rate, durable, later, kappa, job.recovery_s)
-    advice = Advice(decision, best, used, risk, loss, direct, copy, direct, stall, prediction, ("", "", ""))
-    return Advice(decision, best, used, risk, loss, direct, copy, direct, stall, prediction, _lines(advice, job))
+    rollback = (1 - kappa) * risk.mean_s + kappa * risk_pfs.mean_s
+    advice = Advice(
+        decision, best, used, risk, rollback, loss, direct, copy, direct, later, kappa, stall, prediction, ("", "", "")
+    )
+    return replace(advice, lines=_lines(advice, job))
+
+
+def on_pfs(copy: Delay, drain: Delay) -> Delay:
+    """Capture to PFS on the partner route: copy, then drain. The drain's spread dominates."""
+    return Delay(copy.median_s + drain.median_s, drain.log_sd, max(copy.failed, drain.failed))
+
+
+def _interval(stall_s: float, rate: float, durable: Delay, drain: Delay | None) -> BestInterval:
+    """The best interval, no shorter than a drain takes on average: else the partners' NVMe fills."""
+    best = optimal_interval(max(stall_s, STALL_MIN_S), rate, durable)
+    if drain is None:
+        return best
+    floor = max(best.floor_s, drain.mean_s() * DRAIN_MARGIN)
+    return replace(best, floor_s=floor, chosen_s=max(best.exact_s, floor))
 
 
 def _partner(job: Job, model: FittedModel | None) -> tuple[Delay, tuple[str, ...], int]:
@@ -125,23 +148,26 @@ def _lines(a: Advice, job: Job) -> tuple[str, str, str]:
         route = f"Route: cannot tell; use {d.use} (the default) because {d.reasons[0]}."
     else:
         chance = d.p_partner if d.route == PARTNER else 1.0 - d.p_partner
-        route = f"Route: {d.route} (cheaper with probability {min(chance, 0.999):.2g}; {faster})."
-    level = "partner" if d.use == PARTNER else "PFS"
+        sure = "more than 0.99" if chance > 0.99 else f"{chance:.2f}"
+        route = f"Route: {d.route} (cheaper with probability {sure}; {faster})."
     chosen = "as given" if job.interval_s else "wastes least"
     if not job.interval_s and a.interval.floor_s > a.interval.exact_s:
-        chosen = "no shorter than the time until a checkpoint is durable"
+        chosen = "as long as a checkpoint needs to become durable and to drain"
     interval = (
         f"Interval: train {time_text(a.interval_s)} between saves ({chosen}); "
         f"{100 * a.waste.exact:.2g}% of the time goes to saving, rollback and recovery."
     )
-    mtbf = time_text(1.0 / job.failures_per_s)
-    cost = f"{time_text(a.exposure.mean_s)} of training"
+    if a.prediction.abstain:
+        interval += " This rests on a PFS time that the data do not carry."
+    cost = f"{time_text(a.rollback_s)} of training"
     if job.gpus:
-        cost += f" ({a.exposure.gpu_hours(job.gpus):.3g} GPU-hours)"
+        cost += f" ({count_text(a.rollback_s * job.gpus / 3600)} GPU-hours)"
+    covers = ""
+    if d.use == PARTNER:
+        covers = f"the partner copy does not cover {100 * job.kappa:.0f}% of failures (--kappa); "
     why = (
-        f"Why: {job.nodes} nodes fail every {mtbf}, a save stalls training {time_text(a.stall_s)}, and a failure costs "
-        f"{cost} on average until the {level} copy is durable; the partner does not cover {100 * job.kappa:.0f}% of "
-        "failures (assumed unless given); rare extreme stragglers are not predicted."
+        f"Why: one of {job.nodes} nodes fails every {time_text(1.0 / job.failures_per_s)}, a save stalls training for "
+        f"{time_text(a.stall_s)}, a failure costs {cost} on average; {covers}rare extreme stragglers are not predicted."
     )
     return route, interval, why
 
@@ -150,6 +176,6 @@ def route_against_load(model: FittedModel, job: Job, partner_model: FittedModel 
     """The decision at PFS loads 0, 0.1, ... 0.9: what ``report`` draws. Stalls as in ``advise``."""
     decisions = []
     for tenth in range(10):
-        busy = Job(**{**{f: getattr(job, f) for f in job.__dataclass_fields__}, "load": tenth / 10})
+        busy = replace(job, load=tenth / 10)
         decisions.append(advise(model, busy, partner_model).decision)
     return decisions

@@ -108,6 +108,7 @@ def advise(model_file: str, as_json: bool, **values: object) -> None:
                 "interval": a.interval,
                 "waste": a.waste,
                 "exposure": a.exposure,
+                "rollback_s": a.rollback_s,
                 "exposure_steps": a.exposure.steps(job.step_s) if job.step_s else None,
                 "exposure_gpu_hours": a.exposure.gpu_hours(job.gpus) if job.gpus else None,
                 "failures_per_s": job.failures_per_s,

@@ -20,7 +20,7 @@ from cachexfs.model.fitted import FittedModel
 from cachexfs.model.observe import Observations, level_groups
 from cachexfs.model.risk import exposure, waste
 from cachexfs.model.svg import Axis, Chart, Point, padded
-from cachexfs.model.units import size_text, time_text
+from cachexfs.model.units import count_text, size_text, time_text
 
 POINTS_MAX = 1500
 MANIFEST = Delay(0.2, 0.3)
@@ -215,7 +215,7 @@ def _boundaries(job: Job, a: Advice) -> str:
         Axis(0.3, len(rows) + 0.7, "", False, labels),
         "When each boundary is reached",
         height=70 + 26 * len(rows),
-        left=178,
+        left=200,
     )
     seen: set[str] = set()
     for at, (name, delay, css) in zip((float(v) for v, _ in labels), rows, strict=True):
@@ -260,7 +260,7 @@ def _exposure(job: Job, a: Advice) -> str:
         e = exposure(period, d)
         row = [name, time_text(e.mean_s), time_text(e.p95_s)]
         row.append(f"{e.steps(job.step_s):.0f}" if job.step_s else "")
-        row.append(f"{e.gpu_hours(job.gpus):.3g}" if job.gpus else "")
+        row.append(count_text(e.gpu_hours(job.gpus)) if job.gpus else "")
         rows.append(row)
     head = ["lost if a failure needs", "mean", "95%", "steps" if job.step_s else "", "GPU-hours" if job.gpus else ""]
     return page.section(
@@ -297,10 +297,8 @@ def _interval(job: Job, a: Advice) -> str:
     rate = job.failures_per_s
     on_partner = a.decision.use == "partner"
     durable = a.partner if on_partner else a.direct
-    later = Delay(a.partner.median_s + a.direct.median_s, a.direct.log_sd, a.direct.failed) if on_partner else a.direct
-    kappa = job.kappa if on_partner else 1.0
     grid = np.geomspace(a.interval.exact_s / 20.0, a.interval.exact_s * 20.0, 80)
-    losses = [waste(float(t), a.stall_s, rate, durable, later, kappa, job.recovery_s) for t in grid]
+    losses = [waste(float(t), a.stall_s, rate, durable, a.pfs, a.kappa, job.recovery_s) for t in grid]
     top = min(1.0, 3.5 * a.waste.exact + 0.01)
     chart = Chart(
         Axis(float(grid[0]) / 60, float(grid[-1]) / 60, "minutes of training between saves", log=True),
@@ -318,7 +316,7 @@ def _interval(job: Job, a: Advice) -> str:
             ("Young 1974", a.interval.young_s),
             ("Daly 2006", a.interval.daly_s),
             ("exact optimum", a.interval.exact_s),
-            ("not shorter than (95% of saves durable)", a.interval.floor_s),
+            ("not shorter than (durable, drained)", a.interval.floor_s),
             ("chosen", a.interval_s),
         )
     ]
@@ -337,7 +335,7 @@ def _route(model: FittedModel, job: Job, a: Advice, partner: FittedModel | None)
     decisions = route_against_load(model, job, partner)
     chart = Chart(
         Axis(0.0, 0.9, "load of others on the PFS"),
-        Axis(0.0, 1.0, "chance that the partner route costs less"),
+        Axis(0.0, 1.0, "chance: partner cheaper"),
         "Route against load",
         height=260,
     )

@@ -44,6 +44,8 @@ class Axis:
 
 
 def _log_ticks(low: float, high: float) -> list[float]:
+    if high < 6 * low:
+        return _linear_ticks(low, high)
     first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
     steps = (1.0,) if last - first > 3 else (1.0, 2.0, 5.0)
     return [s * 10.0**e for e in range(first, last + 1) for s in steps if low * 0.999 <= s * 10.0**e <= high * 1.001]

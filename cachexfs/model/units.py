@@ -70,11 +70,16 @@ def size_text(value: float) -> str:
     return f"{value:.0f} B"
 
 
+def count_text(value: float) -> str:
+    """A number with three digits, never with an exponent."""
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+
+
 def time_text(seconds: float) -> str:
     """Seconds for people."""
     if not math.isfinite(seconds):
         return "never"
-    for unit, scale in (("days", 86400.0), ("h", 3600.0), ("min", 60.0)):
+    for unit, scale in (("years", 365.25 * 86400.0), ("days", 86400.0), ("h", 3600.0), ("min", 60.0)):
         if seconds >= 2 * scale:
-            return f"{seconds / scale:.3g} {unit}"
+            return f"{count_text(seconds / scale)} {unit}"
     return f"{seconds * 1000:.3g} ms" if 0 < seconds < 0.1 else f"{seconds:.3g} s"
