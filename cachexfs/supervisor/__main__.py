@@ -11,9 +11,9 @@ import signal
 import sys
 from collections.abc import Sequence
 
-from . import child, mount, passthrough, privileges
+from . import child, mount, passthrough, privileges, wire
 from .lifecycle import EXIT_CANNOT_TELL, EXIT_USAGE, Limits
-from .run import Plan, log, serve
+from .run import Plan, Supervisor, log
 
 #: Saves two wake-ups of a sleeping process per request. Measure with ``bench/bench_supervisor.py``.
 _SPIN_US = 50.0
@@ -38,6 +38,19 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--max-restarts", type=int, default=defaults.restarts_max, help="failures in a row")
     parser.add_argument(
+        "--max-suspicions",
+        type=int,
+        default=defaults.suspicions_max,
+        help="deaths without an answer before the oldest request gets EIO",
+    )
+    parser.add_argument(
+        "--max-payload",
+        type=_kib,
+        default=wire.PAYLOAD_BYTES_MAX // 1024,
+        metavar="KIB",
+        help="largest read or write request; a message needs that much contiguous kernel memory",
+    )
+    parser.add_argument(
         "--spin-us", type=float, default=_SPIN_US, help="poll this long after a small request before sleeping"
     )
     for name, value, text in (
@@ -53,9 +66,26 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _kib(text: str) -> int:
+    value = int(text)
+    if not 4 <= value <= wire.PAYLOAD_BYTES_MAX // 1024 or value % 4:
+        raise argparse.ArgumentTypeError("a multiple of 4 between 4 and 1024")
+    return value
+
+
+def _spare_from_oom() -> None:
+    """Without the supervisor the mount is dead, so the kernel should kill others first (needs privilege)."""
+    try:
+        with open("/proc/self/oom_score_adj", "wb") as score:
+            score.write(b"-1000")
+    except OSError:
+        pass  # no CAP_SYS_RESOURCE: an ordinary process then
+
+
 def _limits(args: argparse.Namespace) -> Limits:
     return Limits(
         restarts_max=max(0, int(args.max_restarts)),
+        suspicions_max=max(0, int(args.max_suspicions)),
         start_s=float(args.start_timeout),
         stop_s=float(args.stop_timeout),
         grace_s=float(args.grace_timeout),
@@ -94,6 +124,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         log(str(error))
         return EXIT_CANNOT_TELL
     try:
+        _spare_from_oom()
         if user is not None:
             privileges.become(*user)
         plan = Plan(
@@ -101,7 +132,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             device_fd=fd,
             argv=argv,
             limits=_limits(args),
-            payload_bytes_max=child.payload_bytes_max(),
+            payload_bytes_max=min(child.payload_bytes_max(), args.max_payload * 1024),
             no_passthrough=reason,
             backing_devices=devices,
             status_path=args.status_socket,
@@ -109,7 +140,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             has_standby=args.standby,
             spin_s=max(0.0, args.spin_us * 1e-6) if len(os.sched_getaffinity(0)) > 1 else 0.0,
         )
-        return serve(plan, os.environ)
+        return Supervisor(plan, os.environ).run()
     except BaseException:
         mount.unmount(mountpoint, is_lazy=True)
         raise

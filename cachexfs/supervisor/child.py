@@ -73,9 +73,16 @@ class Process:
 
 def spawn(argv: Sequence[str], environment: dict[str, str], fds: Sequence[int]) -> subprocess.Popen[bytes]:
     """Start a daemon's program with these descriptors, in a session of its own."""
-    return subprocess.Popen(
+    process = subprocess.Popen(
         list(argv), env=environment, pass_fds=tuple(fds), stdin=subprocess.DEVNULL, start_new_session=True
     )
+    try:
+        # The supervisor may be spared by the out-of-memory killer; the daemon, which can be replaced, is not.
+        with open(f"/proc/{process.pid}/oom_score_adj", "wb") as score:
+            score.write(b"0")
+    except OSError:
+        pass  # it has ended already
+    return process
 
 
 class Giver(Protocol):

@@ -14,6 +14,8 @@ import shutil
 import socket
 import stat
 import subprocess
+import threading
+import time
 
 from .privileges import has_sys_admin
 
@@ -23,6 +25,7 @@ _MNT_DETACH = 2
 _UMOUNT_NOFOLLOW = 8
 #: How long ``fusermount3`` may take, seconds.
 FUSERMOUNT_S_MAX = 10.0
+_RETRY_S = 0.05
 
 
 class MountError(Exception):
@@ -152,3 +155,24 @@ def unmount(mountpoint: str, *, is_lazy: bool) -> str:
     except subprocess.TimeoutExpired:
         return "fusermount3 does not end"
     return "" if done.returncode == 0 else done.stderr.strip() or f"fusermount3 exit {done.returncode}"
+
+
+class Unmounter:
+    """Unmounts in a thread of its own: politely for a while, then lazily."""
+
+    def __init__(self, mountpoint: str, polite_s: float) -> None:
+        """Start. ``polite_s``: how long a busy mount is tried before it is detached."""
+        #: Why the last attempt failed.
+        self.said = ""
+        self._mountpoint = mountpoint
+        self._polite_s = polite_s
+        threading.Thread(target=self._run, name="unmount", daemon=True).start()
+
+    def _run(self) -> None:
+        until = time.monotonic() + self._polite_s
+        while time.monotonic() < until:
+            self.said = unmount(self._mountpoint, is_lazy=False)
+            if not self.said:
+                return
+            time.sleep(_RETRY_S)
+        unmount(self._mountpoint, is_lazy=True)

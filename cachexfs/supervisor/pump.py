@@ -181,6 +181,10 @@ class Pump:
         """Requests without an answer."""
         return len(self._pending)
 
+    def pending_uniques(self) -> list[int]:
+        """The kernel's numbers of the unanswered requests, oldest first."""
+        return list(self._pending)
+
     @property
     def oldest_unique(self) -> int:
         """The kernel's number of the oldest unanswered request; 0 when there is none."""

@@ -12,9 +12,8 @@ import secrets
 import select
 import signal
 import sys
-import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from . import messages, mount
@@ -31,6 +30,8 @@ from .status import StatusSocket
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD)
 #: A daemon that served this long is one that can run, even if nobody asked it anything. Seconds.
 _STABLE_S = 5.0
+#: A hang counts as so many deaths: each costs the applications ``request_s``.
+_HANG_WEIGHT = 2
 #: When the next daemon is started ahead: after the present one has settled, or after a standby died. Seconds.
 _STANDBY_AFTER_S = 1.0
 _STANDBY_AGAIN_S = 30.0
@@ -77,13 +78,11 @@ class Supervisor:
         self._is_retire_due = False
         self._answered_at_start = 0
         self._served_s = 0.0
-        self._daemon_code: int | None = None
-        self._replay_counts: dict[int, int] = {}
+        self._suspicions: dict[int, int] = {}
         self._oldest_seen = 0
-        self._poisoned = 0
+        self._given_up = 0
         self._started_s = time.monotonic()
-        self._unmounter: threading.Thread | None = None
-        self._unmount_said = ""
+        self._unmounter: mount.Unmounter | None = None
         self._signal_fd, self._wakeup_fd = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._status = StatusSocket(plan.status_path, self._epoll, self._command)
         self._environment = {
@@ -177,7 +176,8 @@ class Supervisor:
             self._retire_now()
         elif self._life.phase is Phase.UNMOUNTING:
             self._life.exit_code = self._life.exit_code or EXIT_NOT_DURABLE
-            log(f"still in use ({self._unmount_said or 'busy'}): ending the connection")
+            said = self._unmounter.said if self._unmounter is not None else ""
+            log(f"still in use ({said or 'busy'}): ending the connection")
             self._mount_gone()
 
     # -- a daemon's life --------------------------------------------------------------------------------
@@ -190,7 +190,7 @@ class Supervisor:
         self._is_initialised = self._is_ready = False
         self._answered_at_start = self._pump.answered
         self._control.no_passthrough = self._session.no_passthrough
-        state = messages.pack_state(life.life, self._quarantined(), self._session.handles())
+        state = messages.pack_state(life.life, self._pump.replays(), self._session.handles())
         try:
             child = Child(
                 self._plan.argv,
@@ -206,18 +206,14 @@ class Supervisor:
         self._epoll.register(child.control.fileno(), select.EPOLLIN)
         self._pump.attach(child.peer_fd)
 
-    def _quarantined(self) -> list[messages.Replayed]:
-        """The replays, less those that have been with too many daemons: these are answered with EIO."""
-        rows = self._pump.replays()
-        counts = {row.unique: self._replay_counts.get(row.unique, 0) + 1 for row in rows}
-        for unique, count in list(counts.items()):
-            if count > self._plan.limits.replays_max:
-                log(f"request {unique} has been with {count} daemons that died: answered with EIO")
-                self._poisoned += 1
-                self._pump.give_up_on(unique)
-                del counts[unique]
-        self._replay_counts = counts
-        return [row for row in rows if row.unique in counts]
+    def _suspect(self, weight: int) -> None:
+        """The daemon died of something it was asked: after too many such deaths the oldest request gets EIO."""
+        self._suspicions = {u: self._suspicions.get(u, 0) + weight for u in self._pump.pending_uniques()}
+        oldest = self._pump.oldest_unique
+        if self._suspicions.get(oldest, 0) > self._plan.limits.suspicions_max:
+            log(f"request {oldest} has been with too many daemons that died: answered with EIO")
+            self._given_up += 1
+            self._pump.give_up_on(oldest)
 
     def _init_answered(self, why: str) -> None:
         if why:
@@ -277,7 +273,6 @@ class Supervisor:
     # -- the end of a daemon ----------------------------------------------------------------------------
 
     def _daemon_stopping(self, code: int) -> None:
-        self._daemon_code = code
         self._life.exit_code = self._life.exit_code or code & 0xFF
         self._unmount()
 
@@ -310,14 +305,14 @@ class Supervisor:
             self._unmount()
         else:
             life.restarts += 1
+            if code != -signal.SIGKILL and not self._had_progress():
+                self._suspect(1)
             self._failed(f"daemon {child.pid} ended with {_say_exit(code)}")
 
     def _failed(self, why: str) -> None:
         life = self._life
         said = life.last_failure if life.phase is Phase.STARTING and life.last_failure else ""
-        had_progress = self._is_ready and (
-            self._pump.answered > self._answered_at_start or time.monotonic() - self._served_s > _STABLE_S
-        )
+        had_progress = self._had_progress()
         why = f"{why} ({said})" if said and said != why and not had_progress else why
         log(f"{why}; {self._pump.pending_count} requests unanswered")
         if life.failed(why, had_progress=had_progress, now=time.monotonic()) is Phase.FAILED:
@@ -327,11 +322,17 @@ class Supervisor:
             if not life.has_served or life.is_stop_wanted:
                 self._unmount()
 
+    def _had_progress(self) -> bool:
+        return self._is_ready and (
+            self._pump.answered > self._answered_at_start or time.monotonic() - self._served_s > _STABLE_S
+        )
+
     def _check_oldest(self) -> None:
         limits = self._plan.limits
         self._life.deadlines["oldest"] = time.monotonic() + limits.request_s / 2
         oldest = self._pump.oldest_unique
         if oldest and oldest == self._oldest_seen and self._life.phase is Phase.SERVING:
+            self._suspect(_HANG_WEIGHT)
             self._kill(f"a request has been without an answer for {limits.request_s / 2:g} s: the daemon hangs")
         self._oldest_seen = oldest
 
@@ -389,17 +390,7 @@ class Supervisor:
         life.deadlines.pop("stop", None)
         if self._child is None:
             self._pump.fail_everything()
-        self._unmounter = threading.Thread(target=self._unmount_in_thread, name="unmount", daemon=True)
-        self._unmounter.start()
-
-    def _unmount_in_thread(self) -> None:
-        until = time.monotonic() + self._plan.limits.unmount_s
-        while time.monotonic() < until:
-            self._unmount_said = mount.unmount(self._plan.mountpoint, is_lazy=False)
-            if not self._unmount_said:
-                return
-            time.sleep(0.05)
-        mount.unmount(self._plan.mountpoint, is_lazy=True)
+        self._unmounter = mount.Unmounter(self._plan.mountpoint, limits.unmount_s)
 
     def _mount_gone(self) -> None:
         life = self._life
@@ -451,7 +442,7 @@ class Supervisor:
             "last_failure": life.last_failure,
             "requests_pending": pump.pending_count,
             "requests_answered": pump.answered,
-            "requests_given_up": self._poisoned,
+            "requests_given_up": self._given_up,
             "handles_open": self._session.handle_count,
             "passthrough": not self._session.no_passthrough and self._session.is_agreed,
             "passthrough_reason": self._session.no_passthrough,
@@ -469,11 +460,3 @@ def _say_exit(code: int) -> str:
         except ValueError:
             return f"signal {-code}"
     return f"exit code {code}"
-
-
-def serve(plan: Plan, argv_environment: Mapping[str, str]) -> int:
-    """Run one mount to its end."""
-    return Supervisor(plan, argv_environment).run()
-
-
-__all__: Sequence[str] = ("Plan", "Supervisor", "log", "serve")

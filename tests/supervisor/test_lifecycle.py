@@ -134,6 +134,15 @@ def test_unmounted_after_giving_up_the_exit_code_is_loud(mount: Mount) -> None:
     assert mount.umount() == EXIT_NOT_DURABLE
 
 
+def test_a_request_that_kills_every_daemon_is_answered_with_eio(mount: Mount) -> None:
+    mount.up("--max-suspicions", "1", poison="apple")
+    with pytest.raises(OSError, match=os.strerror(errno.EIO)):
+        os.stat(mount.point / "apple")
+    assert mount.status()["requests_given_up"] == 1
+    (mount.point / "pear").write_bytes(b"x")
+    assert mount.umount() == 0
+
+
 def test_a_daemon_that_hangs_is_replaced(mount: Mount) -> None:
     mount.up("--request-timeout", "1")
     os.kill(mount.daemon_pid(), signal.SIGSTOP)
@@ -144,7 +153,7 @@ def test_a_daemon_that_hangs_is_replaced(mount: Mount) -> None:
 
 
 def test_a_daemon_that_does_not_retire_is_killed(mount: Mount) -> None:
-    mount.up("--exit-timeout", "0.3", "--grace-timeout", "0.3")
+    mount.up("--exit-timeout", "3", "--grace-timeout", "0.3")
     pid = mount.daemon_pid()
     os.kill(pid, signal.SIGSTOP)
     mount.ask("restart")
@@ -205,6 +214,15 @@ def test_what_is_no_directory_is_refused_in_one_line(mount: Mount, tmp_path: Pat
     assert mount.wait() == EXIT_CANNOT_TELL
     assert mount.said().count("\n") == 1
     assert "missing" in mount.said()
+
+
+def test_small_messages_carry_large_files(mount: Mount) -> None:
+    mount.up("--max-payload", "64", "--passthrough", "off")
+    data = os.urandom(3 << 20)
+    (mount.point / "f").write_bytes(data)
+    assert (mount.point / "f").read_bytes() == data
+    assert mount.status()["payload_bytes_max"] == 65536
+    assert mount.umount() == 0
 
 
 def test_the_status_socket_takes_only_what_it_knows(mount: Mount) -> None:
