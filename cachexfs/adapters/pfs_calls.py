@@ -61,14 +61,14 @@ class Request:
 
 @dataclass(slots=True, eq=False)
 class AbandonedCall:
-    """A call whose child was given up and has not ended. ``paths`` are what it may still change."""
+    """A call whose child was given up and has not ended. ``paths`` are what it may still change, ``hidden`` the
+    prepared file that it may still move or remove."""
 
     operation: str
     paths: tuple[bytes, ...]
     hidden: str
     since_s: float
     pid: int
-    unlinks_hidden: bool
     ended: trio.Event = field(default_factory=trio.Event)
 
 
@@ -148,8 +148,9 @@ class PfsCalls:
             if not ours and any(overlap(path, other) for path in request.paths for other in call.paths):
                 why = f"an abandoned {call.operation} that may still change it has not ended (pid {call.pid})"
                 raise OSError(errno.EBUSY, why, request.about)
-            if call.unlinks_hidden and request.hidden == call.hidden and request.operation == "prepare":
-                raise OSError(errno.EBUSY, f"its abandoned removal has not ended (pid {call.pid})", request.hidden)
+            if call.hidden and request.hidden == call.hidden and request.operation == "prepare":
+                why = f"an abandoned {call.operation} of this name has not ended (pid {call.pid})"
+                raise OSError(errno.EBUSY, why, request.hidden)
         if len(self.abandoned) >= self._abandoned_max:
             self._note_state("hung", f"{len(self.abandoned)} calls to the PFS hung and their processes do not end")
             raise OSError(errno.EIO, f"the PFS is hung ({len(self.abandoned)} stuck processes); see docs/pfs.md")
@@ -162,9 +163,9 @@ class PfsCalls:
 
     async def _abandon(self, child: Child, request: Request) -> None:
         child.kill()
-        removes = request.operation == "discard" or (request.operation == "land" and request.noted is not None)
+        hidden = "" if request.operation == "prepare" else request.hidden  # late parts harm nobody
         since_s = trio.current_time()
-        call = AbandonedCall(request.name, request.paths, request.hidden, since_s, child.process.pid, removes)
+        call = AbandonedCall(request.name, request.paths, hidden, since_s, child.process.pid)
         self.abandoned.append(call)
         if self._nursery is None:
             with trio.move_on_after(KILL_WAIT_S, shield=True):

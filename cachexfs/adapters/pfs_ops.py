@@ -12,8 +12,8 @@ create of a part, O_EXCL       an empty part with a name of its own (``<hidden>~
 write, fsync of a part         the part has been unlinked by the next attempt: bytes of a nameless inode
 rename part -> hidden          the next attempt has unlinked the part first: ENOENT. (Unlinking a *fixed* name first
                                would not do: the late call might be that unlink, and hit the new attempt's file.)
-rename hidden -> path          the retry has renamed ``hidden`` aside first, or it was discarded: ENOENT
-unlink of hidden or record     would hit a newly prepared one: the pool refuses to prepare that name (EBUSY)
+rename hidden -> path          the retry has landed it, or it was discarded: ENOENT. Until the call has ended the
+unlink of hidden or record     pool refuses to prepare this name anew (EBUSY): a late call would hit the new file.
 unlink, rmdir, rename, mkdir,  may hit what is there by then. Nobody touches the path until the call has ended:
 attributes of a path           the pool refuses with EBUSY (``PfsCalls.refuse``)
 =============================  =====================================================================================
@@ -241,16 +241,15 @@ def _write_small(name: bytes, dir_fd: int, data: bytes) -> None:
         os.close(fd)
 
 
-def land(context: Context, hidden: str, path: bytes, attrs: Attrs, size: int, ino: int, retry: bool) -> StatRow:
-    """See ``Pfs.land``. ``size``, ``ino``: of the prepared file, -1 when unknown. ``retry``: an earlier attempt of
-    this landing has not been seen to end; its late rename must find nothing, and it may have succeeded."""
+def land(context: Context, hidden: str, path: bytes, attrs: Attrs, size: int, ino: int) -> StatRow:
+    """See ``Pfs.land``. ``size``, ``ino``: of the prepared file, -1 when unknown. When the answer of an earlier attempt
+    was lost, the file is at the path already."""
     name = plain_name(hidden)
     with context.open(mutating=True) as pfs:
         tmp = pfs.tmp(name)
         parent, last = pfs.parent(path)
         try:
-            source = _take(name, tmp, retry, context.nonce)
-            fd = pfs.keep(os.open(source, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=tmp))
+            fd = pfs.keep(os.open(name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=tmp))
         except FileNotFoundError:
             row = _landed_before(parent, last, size, ino)
             if row is None:
@@ -260,41 +259,17 @@ def land(context: Context, hidden: str, path: bytes, attrs: Attrs, size: int, in
             if not stat.S_ISREG(found.st_mode) or size not in (-1, found.st_size):
                 raise OSError(NOT_PREPARED, f"the prepared file has {found.st_size} bytes, not {size}", hidden)
             if set_attrs_of(fd, found, attrs):
-                _sync_attrs(source, tmp)
+                _sync_attrs(name, tmp)
             try:
-                os.rename(source, last, src_dir_fd=tmp, dst_dir_fd=parent)
+                os.rename(name, last, src_dir_fd=tmp, dst_dir_fd=parent)
                 row = _row(os.fstat(fd))
             except OSError as error:
                 if error.errno != errno.EXDEV:
-                    _put_back(source, name, tmp)
                     raise
-                row = _land_beside(context, source, tmp, parent, last, attrs)
+                row = _land_beside(context, name, tmp, parent, last, attrs)
         fsync_dir(parent)
-        context.monitor.note(row[5])  # from here on a late call is the unlink of a fixed name
         remove_quietly(name + RECORD_SUFFIX, tmp)
         return row
-
-
-def _take(name: bytes, tmp: int, retry: bool, nonce: str) -> bytes:
-    """The name under which the prepared file lies now; on a retry one that no late rename knows."""
-    if not retry:
-        return name
-    aside = name + b"~land~"
-    source = aside + nonce.encode()
-    try:
-        os.rename(name, source, src_dir_fd=tmp, dst_dir_fd=tmp)
-    except FileNotFoundError:
-        found = [raw for raw in names_in(tmp) if raw.startswith(aside)]
-        if len(found) != 1:
-            raise
-        os.rename(found[0], source, src_dir_fd=tmp, dst_dir_fd=tmp)
-    return source
-
-
-def _put_back(source: bytes, name: bytes, tmp: int) -> None:
-    if source != name:
-        with contextlib.suppress(OSError):
-            os.rename(source, name, src_dir_fd=tmp, dst_dir_fd=tmp)
 
 
 def _landed_before(parent: int, last: bytes, size: int, ino: int) -> StatRow | None:

@@ -6,7 +6,7 @@ for children and deadlines, ``pfs_ops`` for what a child does and what a late on
 (prepare) and ``meta`` (all else), so that a small call does not wait behind a big copy.
 
 What the pool remembers between calls serves retries: parts of attempts that did not end well, sizes and inodes of what
-it prepared, landings and renames whose answer was lost.
+it prepared, renames whose answer was lost.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from typing import cast
 import trio
 
 from cachexfs.adapters.pfs_calls import AbandonedCall, PfsCalls, Request
-from cachexfs.adapters.pfs_child import ChildEndedError
 from cachexfs.adapters.pfs_dir import PfsIdentity
 from cachexfs.adapters.pfs_ops import NOT_PREPARED, READ_BYTES_MAX, RECORD_BYTES_MAX, RECORD_SUFFIX
 from cachexfs.engine.interfaces import PfsAttrs, PfsStat
@@ -78,7 +77,6 @@ class PfsPool:
         self._parts: dict[str, list[str]] = {}  # by hidden name
         self._prepared: dict[str, tuple[int, int]] = {}  # hidden name -> inode, size
         self._preparing: dict[str, trio.Lock] = {}
-        self._landing: set[str] = set()
         self._notes: dict[tuple[str, bytes, bytes], int] = {}
 
     async def serve(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
@@ -182,14 +180,10 @@ class PfsPool:
         ENOENT: the directory of ``path`` is missing; EBUSY: an abandoned call may still change ``path``.
         """
         ino, known = self._prepared.get(hidden, (UNKNOWN_INO, -1))
-        retry = hidden in self._landing
-        self._landing.add(hidden)
-        arguments: list[object] = [hidden, path, _wire(attrs), known if size is None else size, ino, retry]
+        arguments: list[object] = [hidden, path, _wire(attrs), known if size is None else size, ino]
         try:
             row = await self._meta(Request("land", arguments, deadline_s, paths=(path,), hidden=hidden))
         except OSError as error:
-            if not retry and not isinstance(error, ChildEndedError):
-                self._landing.discard(hidden)
             if error.errno == NOT_PREPARED:
                 self._prepared.pop(hidden, None)
                 raise NotPreparedError(NOT_PREPARED, error.strerror, hidden) from None
@@ -204,7 +198,6 @@ class PfsPool:
         self._parts.pop(hidden, None)
 
     def _settle(self, hidden: str) -> None:
-        self._landing.discard(hidden)
         self._prepared.pop(hidden, None)
         self._calls.settle(hidden)
 

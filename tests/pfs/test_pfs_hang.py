@@ -14,7 +14,7 @@ import pytest
 import trio
 from pfs_support import ATTRS, LONG_S, FaultMount, running, tmp_names
 
-from cachexfs.adapters.pfs_pool import NotPreparedError, PfsPool
+from cachexfs.adapters.pfs_pool import PfsPool
 
 SHORT_S = 0.3
 
@@ -150,26 +150,31 @@ async def test_a_landing_whose_answer_was_lost_is_recognised(fault_mount: MakeMo
         assert tmp_names(mount.backing) == []
 
 
-async def test_a_landing_is_retried_under_a_name_that_the_late_one_does_not_know(
-    fault_mount: MakeMount, source: Path
-) -> None:
-    mount = fault_mount()
-    async with running(PfsPool(str(mount.path))) as pool:
+async def test_a_landing_is_retried_while_the_first_attempt_hangs(fault_mount: MakeMount, source: Path) -> None:
+    """The retry goes another way round the hang (here: another mount); the late rename must not land what comes after
+    under the same hidden name."""
+    first = fault_mount("a")
+    second = fault_mount("b", first.backing)
+    link = first.path.parent / "pfs"
+    link.symlink_to(first.path)
+    async with running(PfsPool(str(link))) as pool:
         await pool.prepare(str(source), 1000, "h", ATTRS, b"", LONG_S)
-        mount.hang("lookup:h")  # the first thing that a landing does with the file
+        first.hang("rename:h")
         with pytest.raises(trio.TooSlowError):
             await pool.land("h", b"f", ATTRS, SHORT_S)
-        assert not (mount.backing / "f").exists()
-        mount.clear()
-        await until_none_abandoned(pool)
-        mount.fail("rename:h", errno.EIO)  # the attempt takes it aside, and fails to land it
-        with pytest.raises(OSError, match="Input/output"):
-            await pool.land("h", b"f", ATTRS, LONG_S)
-        mount.clear()
+        link.unlink()
+        link.symlink_to(second.path)
+        with pytest.raises(OSError, match="abandoned land"):
+            await pool.run("unlink", b"f", b"", None, LONG_S)
         await pool.land("h", b"f", ATTRS, LONG_S)
-        assert (mount.backing / "f").stat().st_size == 1000
-        with pytest.raises(NotPreparedError):
-            await pool.land("h", b"g", ATTRS, LONG_S)
+        await pool.run("unlink", b"f", b"", None, LONG_S)  # the late rename finds nothing now
+        with pytest.raises(OSError, match="abandoned land of this name") as caught:
+            await pool.prepare(str(source), 2000, "h", ATTRS, b"", LONG_S)
+        assert caught.value.errno == errno.EBUSY
+        first.clear()
+        await until_none_abandoned(pool)
+        assert not (first.backing / "f").exists()
+        await pool.prepare(str(source), 2000, "h", ATTRS, b"", LONG_S)
 
 
 async def test_a_path_with_an_abandoned_removal_stays_untouched(fault_mount: MakeMount, source: Path) -> None:
@@ -217,7 +222,7 @@ async def test_a_name_is_not_prepared_while_its_late_removal_may_come(fault_moun
         mount.hang("unlink:h")
         with pytest.raises(trio.TooSlowError):
             await pool.discard("h", SHORT_S)
-        with pytest.raises(OSError, match="abandoned removal") as caught:
+        with pytest.raises(OSError, match="abandoned discard of this name") as caught:
             await pool.prepare(str(source), 1000, "h", ATTRS, b"", LONG_S)
         assert caught.value.errno == errno.EBUSY
         mount.clear()

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import trio
-from pfs_support import ATTRS, LONG_S, FaultMount, running, tmp_names, until
+from pfs_support import ATTRS, LONG_S, FaultMount, running, tmp_file, tmp_names, until
 
 from cachexfs.adapters import pfs_worker
 from cachexfs.adapters.pfs_pool import PfsPool
@@ -50,9 +50,9 @@ def running_pids(pids: list[int]) -> list[int]:
 
 
 def test_children_end_when_the_daemon_is_killed(fault_mount: Callable[..., FaultMount], source: Path) -> None:
-    """One of them is busy, and would not read its input for long: the copy waits in an fsync that can be killed."""
+    """One of them hangs in the rename of a record. That one call is carried out, and nothing after it."""
     mount = fault_mount()
-    (mount.control / "hang-create:busy").touch()
+    mount.hang("rename:busy.rec")
     daemon = subprocess.Popen(
         [sys.executable, "-c", DAEMON, str(mount.path), str(source)], stdout=subprocess.PIPE, text=True
     )
@@ -60,14 +60,15 @@ def test_children_end_when_the_daemon_is_killed(fault_mount: Callable[..., Fault
     pids = [int(pid) for pid in daemon.stdout.readline().split()]
     daemon.stdout.close()
     assert len(pids) == 2
-    while not (mount.control / "seen-create").exists():
+    while not (mount.control / "seen-rename").exists():
         time.sleep(0.01)
     daemon.kill()
     daemon.wait()
     mount.clear()
     while running_pids(pids):
         time.sleep(0.01)
-    assert [name for name in tmp_names(mount.backing) if name.startswith("busy.rec")] == []
+    assert tmp_file(mount.backing, "busy", ".rec").exists()
+    assert not tmp_file(mount.backing, "busy").exists()
 
 
 async def test_a_child_inherits_nothing_and_yields(pfs_dir: Path) -> None:
