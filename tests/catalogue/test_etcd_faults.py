@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+import os
+import signal
 
 import pytest
 import trio
@@ -277,6 +279,21 @@ async def test_the_life_of_a_node_ends_with_its_lease(three_members: EtcdCluster
         assert here.view.is_live("n0")
 
 
+async def test_a_silent_watch_does_not_hide_that_a_node_is_gone(clear_member: EtcdCluster) -> None:
+    """Nobody asks for a barrier, and the end of a lease is no mutation."""
+    proxy = Proxy(clear_member.endpoints[0])
+    async with trio.open_nursery() as nursery:
+        await nursery.start(proxy.run)
+        here = make_client([proxy.endpoint], None, "hidden", "n0", node_timeout_s=2)
+        async with running(here):
+            async with running(clear_member.client("hidden", "n1", node_timeout_s=2)):
+                await here.barrier()
+                assert here.view.is_live("n1")
+                proxy.silence(WATCH)
+            await until(here, lambda: not here.view.is_live("n1"))
+        nursery.cancel_scope.cancel()
+
+
 async def test_a_node_that_leaves_is_gone_at_once_and_one_that_returns_has_a_new_life(
     three_members: EtcdCluster,
 ) -> None:
@@ -343,6 +360,27 @@ async def test_one_of_three_members_may_be_killed_at_any_time() -> None:
             for client in clients:
                 await client.barrier()
                 assert size_of(client, FID) == 72
+
+
+async def test_a_member_that_hangs_is_passed_by() -> None:
+    """SIGSTOP: connections stay and nothing answers. It is this node's own member, and may be the leader."""
+    async with own_cluster(3) as cluster:
+        here, there = (cluster.client("hang", f"n{i}", i) for i in range(2))
+        async with running(here, there):
+            await here.mutate(adder(FID))
+            pid = cluster.servers[0].pid
+            assert pid is not None
+            os.kill(pid, signal.SIGSTOP)
+            try:
+                for number in range(3):
+                    await there.mutate(adder(FID))
+                    await here.barrier()
+                    assert size_of(here, FID) == number + 2
+                assert await here.mutate(adder(FID)) == 5
+                assert here.outage_s == 0
+            finally:
+                os.kill(pid, signal.SIGCONT)
+            assert await here.mutate(adder(FID)) == 6
 
 
 async def test_without_a_majority_calls_end_at_the_limit_then_at_once_and_all_heals() -> None:
