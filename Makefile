@@ -8,6 +8,7 @@ PYTHON ?= python3
 PREFIX ?= /opt/cachexfs
 BINDIR ?= /usr/local/bin
 SBINDIR ?= /sbin
+MANDIR ?= /usr/local/share/man
 ARGS ?=
 
 .DEFAULT_GOAL := help
@@ -55,6 +56,8 @@ install: system
 	install -m 755 mount_helpers/slurm/{prolog,epilog,common}.sh $(PREFIX)/libexec/
 	ln -sfn $(PREFIX)/bin/cachexfs $(BINDIR)/cachexfs
 	ln -sfn $(PREFIX)/bin/mount.cachexfs $(SBINDIR)/mount.cachexfs
+	install -Dm 644 -t $(MANDIR)/man1 docs/man/*.1
+	install -Dm 644 -t $(MANDIR)/man8 docs/man/*.8
 
 # For a developer: mount(8) finds this checkout.
 install-helpers: venv

@@ -54,22 +54,18 @@ need() { command -v "$1" >/dev/null || missing+=("$2"); }
 
 system() {
   need fusermount3 fuse3; need etcd etcd-server; need getfattr attr; need ip iproute2; need openssl openssl; need cc gcc
-  need mount mount
-  need pkg-config pkg-config
+  need mount mount; need pkg-config pkg-config
   [ -e /usr/include/fuse3/fuse.h ] || missing+=(libfuse3-dev)
   [ -e /usr/include/stdlib.h ] || missing+=(libc6-dev)
   local python; python=$(find_python) || missing+=(python3 python3-dev python3-venv)
   if [ -n "$python" ] && ! has_headers "$python" && [[ $(readlink -f "$python") == /usr/bin/* ]]; then missing+=(python3-dev); fi
-  finish
 }
-test_system() { need strace strace; finish; }
-slurm() { need slurmctld slurm-wlm; need slurmd slurm-wlm; need munged munge; finish; }
+slurm() { need slurmctld slurm-wlm; need munged munge; }
 finish() {
   [ ${#missing[@]} = 0 ] && return
   local etcd_was; etcd_was=$(command -v etcd || true)
   install "${missing[@]}"
   if [ -z "$etcd_was" ] && command -v systemctl >/dev/null; then as_root systemctl disable --now etcd >/dev/null 2>&1 || true; fi
-  missing=()
 }
 
 make_venv() {
@@ -105,9 +101,9 @@ PY
 }
 
 case ${1:-} in
-  system) system ;;
-  test-system) system; test_system; slurm ;;
-  slurm) slurm ;;
+  system) system; finish ;;
+  test-system) system; need strace strace; slurm; finish ;;
+  slurm) slurm; finish ;;
   venv) venv ;;
   *) sed -n 2,6p "$0"; exit 2 ;;
 esac
