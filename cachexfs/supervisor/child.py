@@ -154,6 +154,18 @@ class Child(Process):
     def reap(self) -> int:
         """As for any process, and close the sockets."""
         code = super().reap()
+        self._close()
+        return code
+
+    def abandon(self) -> int:
+        """Give up waiting for a killed process that hangs in a system call: it runs no code of its own any more.
+
+        Returns the code that it will have. ``reap`` collects it should it ever end.
+        """
+        self.kill()
+        self._close()
+        return -signal.SIGKILL
+
+    def _close(self) -> None:
         for sock in (self.peer, self.control, self.events):
             sock.close()
-        return code

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import array
 import ctypes
+import errno
 import os
 import shutil
 import socket
@@ -19,6 +20,7 @@ import time
 
 from .privileges import has_sys_admin
 
+_KIND = b"fuse.cachexfs"
 _MS_NOSUID = 2
 _MS_NODEV = 4
 _MNT_DETACH = 2
@@ -37,15 +39,43 @@ def _libc() -> ctypes.CDLL:
 
 
 def check_mountpoint(path: str) -> str:
-    """The absolute path of a directory to mount on; ``MountError`` when it is none or a dead mount covers it."""
-    absolute = os.path.realpath(path)
+    """The absolute path of a directory to mount on; ``MountError`` when it is none.
+
+    A dead mount of ours (its supervisor was killed) that covers it is taken away first.
+    """
+    absolute = os.path.join(
+        os.path.realpath(os.path.dirname(os.path.abspath(path))), os.path.basename(path.rstrip("/"))
+    )
     try:
+        if _is_dead(absolute):
+            unmount(absolute, is_lazy=True)
+        absolute = os.path.realpath(path)
         info = os.stat(absolute)
     except OSError as error:
         raise MountError(f"mount point {path}: {error.strerror}") from error
     if not stat.S_ISDIR(info.st_mode):
         raise MountError(f"mount point {path} is not a directory")
     return absolute
+
+
+def _is_dead(path: str) -> bool:
+    """Whether the last mount on ``path`` is of this program and nobody answers behind it."""
+    try:
+        os.stat(path)
+    except OSError as error:
+        if error.errno != errno.ENOTCONN:
+            return False
+    else:
+        return False
+    with open("/proc/self/mounts", "rb") as table:
+        kinds = [line.split()[2] for line in table if line.split()[1] == _escaped(path)]
+    return kinds[-1:] == [_KIND]
+
+
+def _escaped(path: str) -> bytes:
+    """A path as ``/proc/self/mounts`` writes it."""
+    raw = os.fsencode(path).replace(b"\\", b"\\134")
+    return raw.replace(b" ", b"\\040").replace(b"\t", b"\\011").replace(b"\n", b"\\012")
 
 
 def mount(mountpoint: str, fsname: str, *, is_shared: bool, uid: int, gid: int, how: str = "auto") -> int:
@@ -75,7 +105,7 @@ def _mount_directly(mountpoint: str, fsname: str, is_shared: bool, uid: int, gid
     result = _libc().mount(
         os.fsencode(fsname),
         os.fsencode(mountpoint),
-        b"fuse.cachexfs",
+        _KIND,
         ctypes.c_ulong(_MS_NOSUID | _MS_NODEV),
         options.encode(),
     )

@@ -73,6 +73,7 @@ class Supervisor:
         self._pump.before_open = self._drain_control
         self._control = Control(self._backings, self._daemon_ready, self._daemon_stopping)
         self._child: Child | None = None
+        self._abandoned: list[Child] = []
         self._is_swap_wanted = False
         self._is_initialised = self._is_ready = False
         self._is_retire_due = False
@@ -150,6 +151,9 @@ class Supervisor:
                 self._child_gone()
             if self._ahead.has_exited():
                 self._standby_gone()
+            for child in [c for c in self._abandoned if c.has_exited()]:
+                child.reap()
+                self._abandoned.remove(child)
         elif number == signal.SIGHUP:
             self.restart()
         else:
@@ -168,6 +172,9 @@ class Supervisor:
             self._swap_failed("it did not start in time")
         elif name == "exit":
             self._kill("the daemon did not exit in time")
+        elif name == "killed":
+            log("the daemon does not die: it hangs in the kernel, and is left to it")
+            self._child_gone()
         elif self._life.phase is Phase.BACKOFF:
             self._start()
         elif self._life.phase is Phase.STARTING:
@@ -187,7 +194,8 @@ class Supervisor:
         now = time.monotonic()
         life.enter(Phase.STARTING, now + limits.start_s)
         life.life += 1
-        self._is_initialised = self._is_ready = False
+        self._is_initialised = self._is_ready = self._is_swap_wanted = False
+        life.deadlines.pop("warm", None)
         self._answered_at_start = self._pump.answered
         self._control.no_passthrough = self._session.no_passthrough
         state = messages.pack_state(life.life, self._pump.replays(), self._session.handles())
@@ -281,6 +289,7 @@ class Supervisor:
         log(why)
         if self._child is not None:
             self._child.kill()
+            self._life.deadlines["killed"] = time.monotonic() + self._plan.limits.exit_s
 
     def _child_gone(self) -> None:
         child, life = self._child, self._life
@@ -289,10 +298,15 @@ class Supervisor:
         self._pump.detach()
         if child.is_asking:
             self._epoll.unregister(child.control.fileno())
-        code = child.reap()
+        if child.has_exited():
+            code = child.reap()
+        else:
+            code = child.abandon()
+            self._abandoned.append(child)
         self._child = None
         self._backings.daemon_gone()
         life.deadlines.pop("exit", None)
+        life.deadlines.pop("killed", None)
         if life.phase is Phase.ENDED:
             life.exit_code = life.exit_code or (code if code >= 0 else EXIT_NOT_DURABLE)
         elif life.phase is Phase.UNMOUNTING:

@@ -6,7 +6,8 @@ supervisor when the environment names none (argument: the mount point).
 
 Environment: ``PLAIN_ROOT``; ``PLAIN_DIRECT=1`` direct_io opens; ``PLAIN_DIE=op[,op]`` SIGKILL of itself after
 ``op`` is applied and before it is answered, once each; ``PLAIN_FAIL=1`` exit at once; ``PLAIN_SILENT=1`` never
-ready; ``PLAIN_POISON=name`` dies when the name is looked up; ``PLAIN_STOP=code`` exit code on STOP.
+ready; ``PLAIN_POISON=name`` dies when the name is looked up; ``PLAIN_HANG=path`` stats it when ``hang`` is looked
+up in the first life; ``PLAIN_STOP=code`` exit code on STOP.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ ROOT = os.environ["PLAIN_ROOT"]
 HELD = ROOT + ".held"
 LOG = ROOT + ".applied"
 DIRECT = os.environ.get("PLAIN_DIRECT") == "1"
+HANG = os.environ.get("PLAIN_HANG", "")
 POISON = os.fsencode(os.environ.get("PLAIN_POISON", ""))
 DIE = set(filter(None, os.environ.get("PLAIN_DIE", "").split(",")))
 
@@ -138,6 +140,8 @@ class Plain(pyfuse3.Operations):
     async def lookup(self, parent, name, ctx=None):
         if name == POISON:
             os._exit(5)
+        if name == b"hang" and HANG and self.supervisor.state.life == 1:
+            os.stat(HANG)
         if name == b"..":
             return self.entry(os.path.dirname(self.path(parent)))
         return self.entry(self.path(parent) if name == b"." else self.at(parent, name))

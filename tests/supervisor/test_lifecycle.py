@@ -6,14 +6,18 @@ import signal
 import socket
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from cachexfs.supervisor.lifecycle import EXIT_CANNOT_TELL, EXIT_NOT_DURABLE, Lifecycle, Limits, Phase
+from cachexfs.supervisor.mount import mount as raw_mount
+from cachexfs.supervisor.mount import unmount
 from cachexfs.supervisor.status import ask
+from cachexfs.supervisor.wire import minimal_init_reply
 
-from .conftest import DAEMON, Mount, is_mounted, wait_until
+from .conftest import DAEMON, START_S_MAX, Mount, is_mounted, wait_until
 
 
 def test_umount_ends_daemon_and_supervisor(mount: Mount) -> None:
@@ -161,6 +165,47 @@ def test_a_daemon_that_does_not_retire_is_killed(mount: Mount) -> None:
     wait_until(lambda: mount.phase() == "serving", "serves")
     assert mount.daemon_pid() != pid
     assert mount.umount() == 0
+
+
+def test_a_daemon_that_hangs_in_the_kernel_is_left_to_it(mount: Mount, tmp_path: Path) -> None:
+    """A second mount that nobody serves makes the daemon hang in stat: not even SIGKILL ends it."""
+    trap = tmp_path / "trap"
+    trap.mkdir()
+    device = raw_mount(str(trap), "trap", is_shared=True, uid=0, gid=0)
+    os.set_blocking(device, True)
+    try:
+        os.write(device, minimal_init_reply(os.read(device, 1 << 20)))
+        mount.up("--exit-timeout", "0.5", "--request-timeout", "1", hang=str(trap / "x"))
+        pid = mount.daemon_pid()
+        with ThreadPoolExecutor() as pool:
+            answer = pool.submit(os.path.exists, mount.point / "hang")
+            os.read(device, 1 << 20)  # taken and never answered: the kernel now waits without listening to signals
+            assert answer.result(START_S_MAX) is False
+        assert mount.daemon_pid() != pid
+        assert "does not die" in mount.said()
+        assert os.path.exists(f"/proc/{pid}")
+        (mount.point / "f").write_bytes(b"x")
+    finally:
+        os.close(device)
+        unmount(str(trap), is_lazy=True)
+    wait_until(lambda: not os.path.exists(f"/proc/{pid}"), "the old one is reaped when it ends at last")
+    assert mount.umount() == 0
+
+
+def test_a_dead_mount_is_replaced(mount: Mount) -> None:
+    mount.up()
+    (mount.point / "f").write_bytes(b"kept")
+    assert mount.process is not None
+    daemon = mount.daemon_pid()
+    mount.process.kill()
+    mount.process.wait()
+    wait_until(lambda: not os.path.exists(f"/proc/{daemon}"), "the daemon ends without its supervisor")
+    with pytest.raises(OSError, match=os.strerror(errno.ENOTCONN)):
+        os.listdir(mount.point)
+    mount.up()
+    assert (mount.point / "f").read_bytes() == b"kept"
+    assert mount.umount() == 0
+    assert not is_mounted(mount.point)
 
 
 def test_sighup_swaps_the_daemon(mount: Mount) -> None:
