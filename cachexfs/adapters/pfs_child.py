@@ -85,13 +85,8 @@ class Child:
 
     def close(self) -> None:
         """Close the pipes: an idle child ends by itself."""
-        for stream in (self._to, self._from):
-            fd = -1
-            with contextlib.suppress(trio.ClosedResourceError):
-                fd = stream.fileno()
-            if fd >= 0:
-                trio.lowlevel.notify_closing(fd)
-            stream._fd_holder.close()
+        self._to.close()
+        self._from.close()
 
     def kill(self) -> None:
         """SIGKILL and close the pipes; whether and when the process ends is another matter."""

@@ -6,6 +6,7 @@ import errno
 import os
 import stat
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -210,6 +211,25 @@ async def test_a_symlink_with_another_target_is_replaced(pfs_dir: Path) -> None:
         await pool.run("symlink", b"latest", b"step-2", ATTRS, LONG_S)
     assert os.readlink(pfs_dir / "latest") == "step-2"
     assert tmp_names(pfs_dir) == []
+
+
+async def test_a_held_file_can_be_removed_and_nothing_else_of_ours(pfs_dir: Path) -> None:
+    (pfs_dir / "f").touch()
+    async with running(PfsPool(str(pfs_dir))) as pool:
+        await pool.run("hide", b"f", b"name", None, LONG_S)
+        for _ in range(2):
+            await pool.run("unlink", b".cachexfs/held/name", b"", None, LONG_S)
+        assert os.listdir(pfs_dir / ".cachexfs/held") == []
+        for path in (b".cachexfs/held/../id", b".cachexfs/held/", b".cachexfs/held/a/b"):
+            with pytest.raises(OSError, match="not a hidden name"):
+                await pool.run("unlink", path, b"", None, LONG_S)
+
+
+async def test_attributes_of_the_root(pfs_dir: Path) -> None:
+    async with running(PfsPool(str(pfs_dir))) as pool:
+        await pool.run("attr", b"", b"", replace(ATTRS, mode=0o750), LONG_S)
+    assert stat.S_IMODE(pfs_dir.stat().st_mode) == 0o750
+    assert pfs_dir.stat().st_mtime_ns == ATTRS.mtime_ns
 
 
 async def test_what_is_really_in_the_way_is_an_error(pfs_dir: Path) -> None:
