@@ -159,6 +159,21 @@ def test_an_unreachable_pfs_stops_no_write_is_told_and_catches_up(make_cluster: 
     assert not (cluster.pfs / "before").exists()
 
 
+def test_a_rename_is_not_at_pfs_before_the_new_name_is_there(make_cluster: Callable[..., LocalCluster]) -> None:
+    cluster = make_cluster(1)
+    mount = cluster.nodes[0].mountpoint
+    (mount / "old").write_bytes(b"x")
+    until_stage(mount / "old", "pfs")
+    with pfs_away(cluster):
+        (mount / "old").rename(mount / "new")
+        assert xattr(mount / "new", "stage") == "returned"
+        assert xattr(mount / "new", "t.pfs") is None
+    until_stage(mount / "new", "pfs")
+    assert os.listdir(mount) == ["new"]
+    assert (cluster.pfs / "new").read_bytes() == b"x"
+    assert not (cluster.pfs / "old").exists()
+
+
 def test_fsync_fails_at_its_deadline_when_the_pfs_is_away(make_cluster: Callable[..., LocalCluster]) -> None:
     cluster = make_cluster(1, {"fsync_timeout": "1"})
     mount = cluster.nodes[0].mountpoint

@@ -61,10 +61,10 @@ def test_removals_take_the_commit_file_first(make_cluster: Callable[..., LocalCl
     assert watcher.verdict.whole > 0
 
 
-def test_the_commit_file_of_one_node_waits_for_the_shards_of_the_others(
+def test_the_commit_file_of_one_node_waits_for_the_shards_of_the_others_and_claims_nothing_before(
     make_cluster: Callable[..., LocalCluster], templates: Templates
 ) -> None:
-    """n1's drain is slow: n0's .metadata must wait for it, not for n0's own shards only."""
+    """n1's drain is slow: n0's .metadata must wait for it, though its bytes are on the PFS under a temporary name."""
     cluster = make_cluster(2, mounted=False)
     cluster.node_options[1] = {"drain_bandwidth": "1M"}
     cluster.mount()
@@ -73,9 +73,28 @@ def test_the_commit_file_of_one_node_waits_for_the_shards_of_the_others(
         templates[0].save(mounts, "ckpt/step-1")
         first = templates[0].shards()[0]
         until("n0's shard is there", lambda: (cluster.pfs / "ckpt/step-1" / first).exists())
+        commit = mounts[0] / "ckpt/step-1/.metadata"
+        until("claimed", lambda: "pfs" in (xattr(commit, "stage"), xattr(commit.parent, "restartable")))
+        assert templates[0].same_as(cluster.pfs / "ckpt/step-1") == []
         until("on the PFS", lambda: xattr(mounts[0] / "ckpt/step-1", "restartable") == "pfs")
     assert watcher.verdict.wrong == []
     assert templates[0].same_as(cluster.pfs / "ckpt/step-1") == []
+
+
+def test_an_overwrite_that_is_complete_before_the_pfs_comes_back_takes_the_old_commit_file_first(
+    make_cluster: Callable[..., LocalCluster], templates: Templates
+) -> None:
+    """The old commit file has been unlinked in the mount long before it can leave the PFS."""
+    cluster = make_cluster(2)
+    mounts = [node.mountpoint for node in cluster.nodes]
+    with PfsWatcher(cluster.pfs, templates) as watcher:
+        templates[0].save(mounts, "ckpt")
+        until("on the PFS", lambda: xattr(mounts[0] / "ckpt", "restartable") == "pfs")
+        with pfs_away(cluster):
+            templates[1].save(mounts, "ckpt")
+        until("on the PFS", lambda: xattr(mounts[0] / "ckpt", "restartable") == "pfs")
+        assert templates[1].same_as(cluster.pfs / "ckpt") == []
+    assert watcher.verdict.wrong == []
 
 
 @pytest.mark.parametrize("victim", [0, 1, 2])

@@ -123,22 +123,24 @@ def test_a_checkpoint_is_restartable_from_survivors_without_the_pfs(
 def test_a_file_that_nobody_has_any_more_is_named_and_its_checkpoint_not_restartable(
     make_cluster: Callable[..., LocalCluster], templates: tuple[Template, Template]
 ) -> None:
-    """Both copies of n0's shards are destroyed at once; the catalogue lives, so that somebody can tell."""
+    """Both copies of two shards are destroyed at once; catalogue and commit file live, so that somebody can tell."""
     cluster = make_cluster(4, OPTIONS)
     mounts = [node.mountpoint for node in cluster.nodes]
     with pfs_away(cluster):
-        templates[0].save(mounts[:1], "step-1")
-        until("restartable at partner", lambda: xattr(mounts[3] / "step-1", "restartable") == "partner")
-        gone = [0, int((cluster.status(0).partner or "").removeprefix("n"))]
-        survivor = next(index for index in range(4) if index not in gone)
-        for index in gone:
+        partner = int((cluster.status(0).partner or "").removeprefix("n"))
+        survivor = next(index for index in range(1, 4) if index != partner)
+        templates[0].save([mounts[survivor], mounts[0]], "step-1")
+        until("restartable at partner", lambda: xattr(mounts[survivor] / "step-1", "restartable") == "partner")
+        for index in (0, partner):
             cluster.kill_daemon(index)
             cluster.wipe(index, keep_catalogue=True)
         directory = mounts[survivor] / "step-1"
+        lost = [name for name in templates[0].shards() if xattr(directory / name, "origin") == "n0"]
+        assert len(lost) == 2
         until("not restartable", lambda: xattr(directory, "restartable") == "no")
-        until("all are named", lambda: all(name in (xattr(directory, "missing") or "") for name in templates[0].files))
+        until("the lost are named", lambda: all(name in (xattr(directory, "missing") or "") for name in lost))
         with raises_errno(errno.EIO):
-            (directory / templates[0].shards()[0]).read_bytes()
+            (directory / lost[0]).read_bytes()
         status = cluster.run(survivor, "status", str(mounts[survivor]))
         assert status.code == EXIT_NOT_DURABLE
         assert cluster.run(survivor, "latest", str(mounts[survivor])).code == EXIT_NO

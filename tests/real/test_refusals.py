@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -68,9 +69,7 @@ def test_a_node_that_is_not_in_the_list(make_cluster: MakeCluster) -> None:
 
 
 def test_an_address_that_is_taken(make_cluster: MakeCluster) -> None:
-    import socket
-
-    cluster = make_cluster(2, mounted=False)
+    cluster = make_cluster(2, {"fsync_timeout": "3"}, mounted=False)
     with socket.create_server((cluster.nodes[0].host, cluster.nodes[0].port)):
         ended = cluster.run(0, *cluster.mount_arguments(0))
     assert ended.code in (EXIT_USAGE, EXIT_CANNOT_TELL)
