@@ -111,7 +111,16 @@ def manifest_of(stage: str, size: int, digest: bytes, tree: bytes, blocks: list[
     )
 
 
-async def measure(args: argparse.Namespace, source: str, addresses: Sequence[tuple[str, int]]) -> None:
+def cpu_s(pid: int) -> float:
+    """User and system time of a process, all threads."""
+    with open(f"/proc/{pid}/stat", encoding="ascii") as file:
+        fields = file.read().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+async def measure(
+    args: argparse.Namespace, source: str, addresses: Sequence[tuple[str, int]], pids: Sequence[int]
+) -> None:
     """All rounds; prints the table."""
     size = os.stat(source).st_size
     whole, tree, blocks = digest_file(source, size)
@@ -120,6 +129,7 @@ async def measure(args: argparse.Namespace, source: str, addresses: Sequence[tup
     todo = [(i * BLOCK_BYTES, block_length(size, i), digest) for i, digest in enumerate(blocks)]
     peers = PeerClients(node="n1", job="bench", secret=SECRET, resolve=lambda name: addresses[0])
     rates: dict[str, list[float]] = {}
+    busy_s: dict[str, list[float]] = {}
 
     async def timed(name: str, work: Callable[[], object]) -> None:
         start_s = time.perf_counter()
@@ -128,9 +138,12 @@ async def measure(args: argparse.Namespace, source: str, addresses: Sequence[tup
 
     for _ in range(args.rounds):
         await timed("digest", functools.partial(digest_file, fd, size))
+        before = [cpu_s(pid) for pid in pids]
         start_s = time.perf_counter()
         await peers.push("n2", STAGE, fd, todo)
         pushed_s = time.perf_counter()
+        for name, pid, then_s in zip(("sender", "receiver"), pids, before, strict=True):
+            busy_s.setdefault(name, []).append((cpu_s(pid) - then_s) * (1 << 30) / size)
         await peers.commit("n2", STAGE, manifest)
         end_s = time.perf_counter()
         rates.setdefault("push", []).append(size / (pushed_s - start_s) / 1e9)
@@ -151,6 +164,8 @@ async def measure(args: argparse.Namespace, source: str, addresses: Sequence[tup
         print(
             f"{name:14} {medians[name]:6.2f} GB/s  (from {min(values):.2f} to {max(values):.2f}, {len(values)} rounds)"
         )
+    for name, seconds in busy_s.items():
+        print(f"processor time of the {name} while pushing: {statistics.median(seconds):.2f} s per GiB")
     print(f"push + commit / cp + fsync    {medians['push + commit'] / medians['cp + fsync']:.2f}")
     print(f"push          / raw sendfile  {medians['push'] / medians['raw sendfile']:.2f}")
 
@@ -206,7 +221,7 @@ def main() -> int:
             pipes.append(ours)
             processes.append(process)
         try:
-            trio.run(measure, args, source, [pipe.recv() for pipe in pipes])
+            trio.run(measure, args, source, [pipe.recv() for pipe in pipes], [os.getpid(), processes[0].pid or 0])
         finally:
             for process in processes:
                 process.kill()

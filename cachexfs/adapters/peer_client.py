@@ -40,7 +40,7 @@ from cachexfs.core.messages import (
     Reply,
     Request,
 )
-from cachexfs.core.wire import AuthenticationError, Connection, Received, check_secret
+from cachexfs.core.wire import AuthenticationError, Connection, LocalProtocolError, Received, check_secret
 from cachexfs.errors import PeerError
 
 T = TypeVar("T")
@@ -105,6 +105,9 @@ class PeerClients:
 
     async def push(self, node: str, stage: str, source_fd: int, blocks: Sequence[tuple[int, int, bytes]]) -> None:
         """See ``Peers.push``. A block whose bytes changed while they were sent is a ``PeerError`` that names it."""
+        for offset, length, _ in blocks:
+            if offset % BLOCK_BYTES or not 0 < length <= BLOCK_BYTES:
+                raise LocalProtocolError(f"{length} bytes at {offset} are no block")
         if blocks:
             await self._call(node, "bulk", lambda link: self._push(link, stage, source_fd, blocks))
 

@@ -79,6 +79,16 @@ def fsync_path(path: str) -> None:
         os.close(fd)
 
 
+def make_directory_synced(path: str) -> None:
+    """Make a directory and what is missing above it; each new name is fsynced."""
+    if not os.path.isdir(path):
+        parent = os.path.dirname(path)
+        make_directory_synced(parent)
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(path, 0o700)
+        fsync_path(parent)
+
+
 def write_synced(path: str, *parts: bytes) -> None:
     """A new file with these bytes, fsynced. Removed again when that fails."""
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
@@ -95,10 +105,11 @@ def write_synced(path: str, *parts: bytes) -> None:
         raise
 
 
-def load_committed(directory: str, stage: str) -> Committed:
+def load_committed(directory: str, stage: str, read_only: bool) -> Committed:
     """The committed version that the directory shows. Raises ``CorruptError`` or ``OSError``.
 
-    Its data file may still lie in ``partial``: then the crash came between the two renames of the commit.
+    Its data file may still lie in ``partial``: then the crash came between the two renames of the commit. That and a
+    tail that was never committed are put right, unless ``read_only``.
     """
     with open(os.path.join(directory, stage + MANIFEST_SUFFIX), "rb") as file:
         raw = file.read(_ENVELOPE.size + manifests.MANIFEST_BYTES_MAX + 1)
@@ -114,13 +125,16 @@ def load_committed(directory: str, stage: str) -> Committed:
     name = data_name(stage, number)
     path, partial = os.path.join(directory, name), os.path.join(directory, PARTIAL, name)
     if not os.path.exists(path) and os.path.exists(partial):
-        os.rename(partial, path)
-        fsync_path(directory)
+        if read_only:
+            path = partial
+        else:
+            os.rename(partial, path)
+            fsync_path(directory)
     size = os.stat(path).st_size
     if size < manifest.size:
         raise CorruptError(f"{path} has {size} of {manifest.size} bytes")
-    if size > manifest.size:
-        os.truncate(path, manifest.size)  # a tail that was never committed
+    if size > manifest.size and not read_only:
+        os.truncate(path, manifest.size)
     return Committed(manifest, number, path)
 
 

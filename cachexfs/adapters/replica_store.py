@@ -10,11 +10,14 @@ cancelled call ends after its file operation, which is never left half done. One
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import logging
 import os
 import secrets
-from collections.abc import Callable
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from typing import TypeVar
 
 import trio
@@ -41,12 +44,14 @@ _IDENTITY_CHARS = 32
 class ReplicaStore:
     """A directory of replicas. Make one with ``open_blocking`` (in a thread where a mount is served) or ``open``."""
 
-    def __init__(self, directory: str, identity: str, lock_fd: int) -> None:
+    def __init__(self, directory: str, identity: str, lock_fd: int, read_only: bool) -> None:
         self.directory = directory
         self.identity = identity
         self._lock_fd = lock_fd
+        self._read_only = read_only
         self._copies: dict[str, ReplicaCopy] = {}
         self._locks: dict[str, trio.Lock] = {}
+        self._queues: dict[str, deque[_QueuedBlock]] = {}
         self._write_limiter = trio.CapacityLimiter(WRITE_THREADS)
         self._sync_limiter = trio.CapacityLimiter(SYNC_THREADS)
         #: stage -> why a committed replica found at the start cannot be used; its files are kept until dropped
@@ -65,20 +70,30 @@ class ReplicaStore:
         """
         directory = os.path.abspath(directory)
         partial = os.path.join(directory, PARTIAL)
-        os.makedirs(partial, mode=0o700, exist_ok=True)
+        replica_copy.make_directory_synced(partial)
         lock_fd = os.open(os.path.join(directory, LOCK), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             try:
                 fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 raise UsageError(f"{directory} is in use by another daemon: stop it, or choose another nvme") from None
-            self = cls(directory, _identity(directory), lock_fd)
+            self = cls(directory, _identity(directory), lock_fd, read_only=False)
             self._load()
             for name in os.listdir(partial):
                 os.unlink(os.path.join(partial, name))
         except BaseException:
             os.close(lock_fd)
             raise
+        return self
+
+    @classmethod
+    def inspect_blocking(cls, directory: str) -> ReplicaStore:
+        """What a directory holds, without changing or locking it: for a disk that takes no writes any more, or beside
+        a running daemon. Writing to it raises EROFS. Raises ``FileNotFoundError`` when there is no store.
+        """
+        directory = os.path.abspath(directory)
+        self = cls(directory, _read_identity(directory), -1, read_only=True)
+        self._load()
         return self
 
     def _load(self) -> None:
@@ -94,13 +109,15 @@ class ReplicaStore:
                 continue
             try:
                 manifests.check_stage(stage)
-                committed = replica_copy.load_committed(self.directory, stage)
+                committed = replica_copy.load_committed(self.directory, stage, self._read_only)
             except (ValueError, CorruptError, OSError) as error:
                 self.damaged[stage] = str(error)
-                log.error("replica %s in %s cannot be used: %s", stage, self.directory, error)  # noqa: TRY400
+                log.error("replica %s in %s cannot be used: %s", stage, self.directory, error)
                 continue
             self._copies[stage] = ReplicaCopy(self.directory, stage, committed, number_max.get(stage, 0))
             keep.add(os.path.basename(committed.path))
+        if self._read_only:
+            return
         for name, (stage, _) in data:
             if name not in keep and stage not in self.damaged:
                 os.unlink(os.path.join(self.directory, name))  # never committed, or replaced by a later version
@@ -149,8 +166,27 @@ class ReplicaStore:
         ``offset`` is a multiple of 1 MiB, the block at most 1 MiB. Raises ``ValueError``, ``CorruptError``, ``OSError``
         (ENOSPC, EIO, ...: the copy in progress is gone, the committed version is untouched).
         """
-        view = replica_copy.buffer_view(block)
-        await self._locked(stage, self._write_limiter, lambda copy: copy.write_block(offset, view, digest))
+        block_ = _QueuedBlock(offset, replica_copy.buffer_view(block), digest)
+        queue = self._queues.setdefault(manifests.check_stage(stage), deque())
+        queue.append(block_)
+        try:
+            async with self._turn(stage) as copy:
+                # Whoever has the turn writes all that wait: on a busy machine the way to a thread costs more than a
+                # write. Blocks leave the queue in the thread: a turn cancelled before it has taken none.
+                if not block_.written.is_set():
+                    for done in await trio.to_thread.run_sync(_write_queued, copy, queue, limiter=self._write_limiter):
+                        done.written.set()
+        finally:
+            try:
+                queue.remove(block_)
+            except ValueError:
+                # The caller's buffer is free only when no thread reads it any more.
+                with trio.CancelScope(shield=True):
+                    await block_.written.wait()
+            if not queue and self._queues.get(stage) is queue:
+                del self._queues[stage]
+        if block_.error is not None:
+            raise block_.error
 
     async def commit(self, stage: str, manifest: bytes) -> str:
         """Make the copy in progress durable as the manifest describes it; returns the store's identity.
@@ -182,13 +218,21 @@ class ReplicaStore:
                     os.unlink(os.path.join(self.directory, name))
 
     async def _locked(self, stage: str, limiter: trio.CapacityLimiter, work: Callable[[ReplicaCopy], T]) -> T:
+        async with self._turn(stage) as copy:
+            return await trio.to_thread.run_sync(work, copy, limiter=limiter)
+
+    @asynccontextmanager
+    async def _turn(self, stage: str) -> AsyncIterator[ReplicaCopy]:
+        """The only call that works on this stage's files, in the order of asking."""
+        if self._read_only:
+            raise OSError(errno.EROFS, "the store was opened for reading only", self.directory)
         lock = self._locks.setdefault(manifests.check_stage(stage), trio.Lock())
         try:
             async with lock:
                 copy = self._copies.get(stage) or ReplicaCopy(self.directory, stage, number_max=self._number_max(stage))
                 self._copies[stage] = copy
                 try:
-                    return await trio.to_thread.run_sync(work, copy, limiter=limiter)
+                    yield copy
                 finally:
                     if copy.snapshot is None and not copy.in_progress:
                         self._copies.pop(stage, None)
@@ -248,6 +292,39 @@ class ReplicaStore:
         return await trio.to_thread.run_sync(_verify, committed, limiter=self._write_limiter)
 
 
+class _QueuedBlock:
+    """A block on its way to the disk. ``view`` is the caller's until ``written``, which says nothing of success."""
+
+    def __init__(self, offset: int, view: memoryview, digest: bytes) -> None:
+        self.offset = offset
+        self.view = view
+        self.digest = digest
+        self.written = trio.Event()
+        self.error: Exception | None = None
+
+
+def _write_queued(copy: ReplicaCopy, queue: deque[_QueuedBlock]) -> list[_QueuedBlock]:
+    """Write what waits now; returns the blocks taken. An error of the disk ends all of them: see ``write_block``."""
+    taken: list[_QueuedBlock] = []
+    disk_error: OSError | None = None
+    for _ in range(len(queue)):
+        try:
+            block = queue.popleft()
+        except IndexError:
+            break  # its caller was cancelled and has taken it out
+        taken.append(block)
+        if disk_error is not None:
+            block.error = disk_error
+            continue
+        try:
+            copy.write_block(block.offset, block.view, block.digest)
+        except OSError as error:
+            disk_error = block.error = error
+        except Exception as error:
+            block.error = error
+    return taken
+
+
 def _verify(committed: Committed) -> tuple[int, ...]:
     manifest = committed.manifest
     try:
@@ -260,16 +337,21 @@ def _verify(committed: Committed) -> tuple[int, ...]:
 
 
 def _identity(directory: str) -> str:
-    path = os.path.join(directory, IDENTITY)
     try:
-        with open(path, encoding="ascii", errors="replace") as file:
-            text = file.read(1000).strip()
+        return _read_identity(directory)
     except FileNotFoundError:
         text = secrets.token_hex(_IDENTITY_CHARS // 2)
         temporary = os.path.join(directory, PARTIAL, IDENTITY)
         replica_copy.write_synced(temporary, text.encode())
-        os.rename(temporary, path)
+        os.rename(temporary, os.path.join(directory, IDENTITY))
         replica_copy.fsync_path(directory)
+        return text
+
+
+def _read_identity(directory: str) -> str:
+    path = os.path.join(directory, IDENTITY)
+    with open(path, encoding="ascii", errors="replace") as file:
+        text = file.read(1000).strip()
     if len(text) != _IDENTITY_CHARS or not set(text) <= set("0123456789abcdef"):
         raise CorruptError(f"{path} does not hold a store's identity: remove the directory to give up its replicas")
     return text

@@ -17,7 +17,7 @@ from peer_support import MIB, SECRET, STAGE, Pair, blocks_of, content, manifest_
 from cachexfs.adapters.peer_client import ClientLimits
 from cachexfs.adapters.peer_server import ServerLimits
 from cachexfs.core.digest import block_digest
-from cachexfs.core.wire import AuthenticationError
+from cachexfs.core.wire import AuthenticationError, LocalProtocolError
 from cachexfs.errors import PeerError
 
 
@@ -375,6 +375,13 @@ async def test_a_push_from_a_mapped_file_that_is_being_written(link: Pair, tmp_p
         await link.clients.push("n2", STAGE, fd, blocks_of(data))
     await link.clients.commit("n2", STAGE, manifest_of(data))
     assert await link.clients.read("n2", STAGE, 0, 4 * MIB) == data
+
+
+@pytest.mark.parametrize("block", [(1, 5, bytes(16)), (0, 0, bytes(16)), (0, MIB + 1, bytes(16))])
+async def test_what_is_no_block_is_not_sent(link: Pair, block: tuple[int, int, bytes]) -> None:
+    with pytest.raises(LocalProtocolError, match="no block"):
+        await link.clients.push("n2", STAGE, -1, [block])
+    assert connections(link) == 0
 
 
 async def test_a_secret_must_be_long_enough(link: Pair) -> None:

@@ -5,14 +5,17 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import trio
+import trio.testing
 from peer_support import MIB, STAGE, blocks_of, content, manifest_of, put, write_blocks
 
 from cachexfs.adapters import replica_copy
+from cachexfs.adapters.replica_copy import ReplicaCopy
 from cachexfs.adapters.replica_store import ReplicaStore
 from cachexfs.core import manifest as manifests
 from cachexfs.core.digest import block_digest
@@ -281,6 +284,41 @@ async def test_a_crash_between_the_two_renames_of_a_commit(store: ReplicaStore, 
     again.close()
 
 
+def listing(directory: Path) -> dict[str, tuple[int, int]]:
+    return {str(p.relative_to(directory)): (p.stat().st_size, p.stat().st_mtime_ns) for p in directory.rglob("*")}
+
+
+async def test_looking_into_a_store_changes_nothing(store: ReplicaStore, directory: Path) -> None:
+    """Beside a running daemon, with growth and another copy in progress, and a commit cut between its renames."""
+    data = content(2 * MIB)
+    await put(store, data[: MIB + 5])
+    await put(store, data, "beef")
+    await write_blocks(store, data, only=[1])
+    await write_blocks(store, data, stage="abc.1")
+    (directory / "beef.1.data").rename(directory / "partial" / "beef.1.data")
+    before = listing(directory)
+    seen = ReplicaStore.inspect_blocking(str(directory))
+    assert seen.identity == store.identity
+    assert {m.stage: m.size for m in seen.list()} == {STAGE: MIB + 5, "beef": 2 * MIB}
+    assert await seen.read(STAGE, 0, 9 * MIB) == data[: MIB + 5]
+    assert await seen.verify("beef") == ()
+    for call in (
+        seen.write_block(STAGE, 0, b"x", block_digest(b"x")),
+        seen.commit(STAGE, manifest_of(b"")),
+        seen.drop(STAGE),
+    ):
+        with pytest.raises(OSError, match="reading only"):
+            await call
+    seen.close()
+    assert listing(directory) == before
+
+
+def test_looking_into_nothing(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        ReplicaStore.inspect_blocking(str(tmp_path / "none"))
+    assert not (tmp_path / "none").exists()
+
+
 async def test_two_daemons(store: ReplicaStore) -> None:
     with pytest.raises(UsageError, match="in use by another daemon"):
         ReplicaStore.open_blocking(store.directory)
@@ -455,6 +493,92 @@ async def test_calls_for_one_stage_take_turns(store: ReplicaStore) -> None:
             nursery.start_soon(store.commit, STAGE, manifest_of(data))
     assert await store.read(STAGE, 0, 9 * MIB) == data
     assert store._locks == {}
+
+
+class SlowDisk:
+    """Holds up the first write until it is let go."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.go = threading.Event()
+        self.entered: list[int] = []
+        original = ReplicaCopy.write_block
+
+        def write_block(copy: ReplicaCopy, offset: int, view: memoryview, digest: bytes) -> None:
+            self.entered.append(offset // MIB)
+            self.go.wait()
+            original(copy, offset, view, digest)
+
+        monkeypatch.setattr(ReplicaCopy, "write_block", write_block)
+
+    async def until_entered(self) -> None:
+        while not self.entered:  # noqa: ASYNC110 (a thread enters)
+            await trio.sleep(0.001)
+
+
+@pytest.mark.parametrize("cancelled", [0, 1, 2])
+async def test_cancelled_while_the_disk_is_slow(
+    store: ReplicaStore, monkeypatch: pytest.MonkeyPatch, cancelled: int
+) -> None:
+    """Block 0 is being written, 1 and 2 wait. The cancelled call gives its buffer back only when no thread reads it;
+    the other blocks are written all the same."""
+    disk = SlowDisk(monkeypatch)
+    data = content(3 * MIB)
+    scopes = [trio.CancelScope() for _ in range(3)]
+    ended: list[int] = []
+
+    async def write(index: int) -> None:
+        buffer = bytearray(data[index * MIB : (index + 1) * MIB])
+        with scopes[index]:
+            await store.write_block(STAGE, index * MIB, buffer, block_digest(buffer))
+        buffer[:] = bytes(MIB)
+        ended.append(index)
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(write, 0)
+        await disk.until_entered()
+        nursery.start_soon(write, 1)
+        nursery.start_soon(write, 2)
+        await trio.testing.wait_all_tasks_blocked()
+        scopes[cancelled].cancel()
+        await trio.testing.wait_all_tasks_blocked(0.02)
+        assert ended == ([] if cancelled == 0 else [cancelled])
+        disk.go.set()
+    written = [0, *(i for i in (1, 2) if i != cancelled)]
+    assert sorted(disk.entered) == written
+    await write_blocks(store, data, only=[i for i in range(3) if i not in written])
+    await store.commit(STAGE, manifest_of(data))
+    assert await store.verify(STAGE) == ()
+    assert (store._queues, store._locks) == ({}, {})
+
+
+async def test_blocks_that_wait_together_share_the_disks_error(
+    store: ReplicaStore, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk = SlowDisk(monkeypatch)
+    data = content(4 * MIB)
+    errors: list[OSError] = []
+
+    async def write(index: int) -> None:
+        try:
+            await write_blocks(store, data, only=[index])
+        except OSError as error:
+            errors.append(error)
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(write, 0)
+        await disk.until_entered()
+        for index in (1, 2, 3):
+            nursery.start_soon(write, index)
+        await trio.testing.wait_all_tasks_blocked()
+        (directory / "partial" / f"{STAGE}.1.data").write_bytes(b"")
+        monkeypatch.setattr(replica_copy.os, "pwrite", _no_space)
+        disk.go.set()
+    assert [error.errno for error in errors] == [errno.ENOSPC] * 4
+    assert files(directory) == set()
+
+
+def _no_space(fd: int, view: memoryview, offset: int) -> int:
+    raise OSError(errno.ENOSPC, "full")
 
 
 async def test_a_cancelled_write_is_whole_or_absent(store: ReplicaStore) -> None:
