@@ -77,11 +77,11 @@ class Membership:
         """
         if not self._others:
             return Standing()
+        known = await self._is_known()
+        if known is None:
+            return Standing()
         client = self._client()
         try:
-            known = await self._is_known(client)
-            if known is None:
-                return Standing()
             return await self._apply(client, has_data=has_data, is_known=known)
         except (EtcdUnreachableError, EtcdRefusedError) as error:
             raise NotAdmittedError(f"the etcd cluster does not admit this node's member yet: {error}") from error
@@ -108,15 +108,26 @@ class Membership:
             with trio.CancelScope(shield=True):
                 await client.aclose()
 
-    async def _is_known(self, client: EtcdClient) -> bool | None:
+    async def _is_known(self) -> bool | None:
         """Whether this node has taken part in the job; None when none of the others knows a majority."""
-        for _ in self._others:  # a client turns to the next after a failure
+        known: list[bool] = []
+
+        async def ask(endpoint: Endpoint) -> None:
+            client = self._client(endpoint)
             try:
                 fence = await client.call("/v3/kv/range", {"key": self._fence}, RangeAnswer)
-            except EtcdUnreachableError:
-                continue
-            return bool(fence.kvs)
-        return None
+                known.append(bool(fence.kvs))
+                nursery.cancel_scope.cancel()  # one is enough: it speaks for the majority
+            except (EtcdUnreachableError, EtcdRefusedError):
+                return
+            finally:
+                with trio.CancelScope(shield=True):
+                    await client.aclose()
+
+        async with trio.open_nursery() as nursery:
+            for endpoint in self._others:
+                nursery.start_soon(ask, endpoint)
+        return known[0] if known else None
 
     async def _apply(self, client: EtcdClient, *, has_data: bool, is_known: bool) -> Standing:
         own = await self._own(client)
@@ -138,5 +149,6 @@ class Membership:
         answer = await client.call("/v3/cluster/member/list", {}, MembersAnswer)
         return next((member for member in answer.members if self._peer_url in member.peerURLs), None)
 
-    def _client(self) -> EtcdClient:
-        return EtcdClient(self._others, self._tls.client_context() if self._tls else None, ASK_TIMEOUT_S)
+    def _client(self, *endpoints: Endpoint) -> EtcdClient:
+        tls = self._tls.client_context() if self._tls else None
+        return EtcdClient(endpoints or self._others, tls, ASK_TIMEOUT_S)
