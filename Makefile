@@ -42,11 +42,16 @@ format: venv
 	.venv/bin/ruff format .
 	.venv/bin/ruff check --fix .
 
+# Of the whole mount, then of its parts. Alone on the machine; each prints both sides of its ratios.
 bench: venv
-	$(PY) -m cachexfs bench $(ARGS)
+	if $(PY) -m cachexfs bench --help >/dev/null 2>&1; then $(PY) -m cachexfs bench $(ARGS); fi
+	$(PY) bench/bench_catalogue.py
+	$(PY) bench/bench_peer.py
+	mkdir -p .make/bench-pfs && $(PY) bench/bench_drain.py .make/bench-pfs
+	if [ "$$(id -u)" = 0 ]; then $(PY) bench/bench_supervisor.py; fi
 
 bench-model: venv
-	$(PY) -m cachexfs.model.bench $(ARGS)
+	$(PY) bench/bench_model.py $(ARGS)
 
 # For a cluster: PREFIX on a directory that all nodes see or have; without torch and without the tools of development.
 install: system

@@ -29,7 +29,14 @@ PORT_FIRST = 20000
 PORT_COUNT = 10000
 ENV_PREFIX = "CACHEXFS_"
 #: Environment variables with our prefix that are no options: other parts of the project read them.
-ENV_FOREIGN = ("CACHEXFS_TEST_", "CACHEXFS_DEMO_", "CACHEXFS_SLURM_", "CACHEXFS_BENCH_")
+ENV_FOREIGN = (
+    "CACHEXFS_TEST_",
+    "CACHEXFS_DEMO_",
+    "CACHEXFS_SLURM_",
+    "CACHEXFS_BENCH_",
+    "CACHEXFS_ETCD",
+    "CACHEXFS_DATA",
+)
 #: Words of fstab(5) and mount(8) that say nothing to us.
 MOUNT_WORDS = frozenset(
     (
