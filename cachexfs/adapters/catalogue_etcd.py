@@ -242,7 +242,7 @@ class EtcdCatalogue:
                 await trio.sleep(random.random() * CONFLICT_PAUSE_S * min(self._conflicts, 10))
             calls_max = max(1, self._calls_max >> self._conflicts)
             batch = compute(self.view, self._queue, next(self._batch_ids), self._txn_ops_max, calls_max)
-            if batch.is_empty:
+            if batch.is_empty and not self._sent:
                 self._finish(batch)
             else:
                 await self._commit(batch)
@@ -251,8 +251,9 @@ class EtcdCatalogue:
         """One attempt. Afterwards calls that have got their outcome are out of the queue."""
         began_s = trio.current_time()
         leases = self._keeper.leases if self._keeper else {}
-        request = batch.request(self._prefix, self._node, self._fence_revision, leases)
-        if batch.values:
+        is_fenced = bool(batch.values or self._sent)
+        request = batch.request(self._prefix, self._node, self._fence_revision, leases, must_fence=is_fenced)
+        if is_fenced:
             self._sent[batch.id] = batch
         try:
             answer = await self._client.call(
@@ -267,7 +268,7 @@ class EtcdCatalogue:
             await self._refused(batch, began_s, error)
             return
         self._outage.answered()
-        if answer.succeeded and batch.values:
+        if answer.succeeded and is_fenced:
             self._fence_revision = answer.header.revision
             self._sent.clear()
             await self._succeeded(batch, answer.header.revision)

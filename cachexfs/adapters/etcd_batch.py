@@ -4,7 +4,8 @@ Role: adaptor without I/O. ``compute`` runs functions on one ``Tx`` and stops be
 transaction: the guards as conditions, the changes, and two keys of our own. ``head`` is put by every
 transaction of every node, so that its revision is that of the last mutation. ``q/<node>`` holds the id of
 the node's last batch and is a condition too: of a batch that was sent twice, one succeeds, and one that
-comes late does not. Called by ``catalogue_etcd``, between two awaits.
+comes late does not. Nor does a refusal meet the success of an earlier attempt. Called by ``catalogue_etcd``,
+between two awaits.
 """
 
 from __future__ import annotations
@@ -82,12 +83,15 @@ class Batch:
         for call, outcome in zip(self.calls, self.outcomes, strict=True):
             call.settle(outcome)
 
-    def request(self, prefix: bytes, node: str, fence_revision: int, leases: dict[bytes, int]) -> dict[str, object]:
-        """The transaction in the gateway's JSON. ``leases``: key -> lease to attach."""
+    def request(
+        self, prefix: bytes, node: str, fence_revision: int, leases: dict[bytes, int], *, must_fence: bool
+    ) -> dict[str, object]:
+        """The transaction in the gateway's JSON. ``leases``: key -> lease to attach. With ``must_fence`` (an earlier
+        batch may still be on its way) it moves the fence even if it changes nothing: a refusal is then final."""
         head, fence = prefix + HEAD_KEY, prefix + FENCE_PREFIX + node.encode()
         conditions = [_condition(kind, prefix + key, value) for (kind, key), value in self.write.guards.items()]
         look: list[dict[str, object]] = [{"request_range": {"key": fence}}, {"request_range": {"key": head}}]
-        if not self.values:
+        if not self.values and not must_fence:
             return {"compare": conditions, "success": look, "failure": look}
         conditions.append(_condition(Guard.MODIFIED, fence, fence_revision))
         changes: list[dict[str, object]] = [

@@ -28,7 +28,8 @@ from cachexfs.errors import CannotTellError
 
 #: How long the others may take to say that there is a cluster. Without an answer the member starts as it is.
 ASK_TIMEOUT_S = 1.5
-PROMOTE_RETRY_S = 0.5
+RETRY_S_MIN = 0.5
+RETRY_S_MAX = 10.0
 
 
 class NotAdmittedError(CannotTellError):
@@ -94,6 +95,7 @@ class Membership:
         False when they have dropped it: it must be stopped, and joins at its next start.
         """
         client = self._client()
+        pause_s = RETRY_S_MIN
         try:
             while True:
                 try:
@@ -101,9 +103,9 @@ class Membership:
                     if own is None or not own.isLearner:
                         return own is not None
                     await client.call("/v3/cluster/member/promote", {"ID": own.ID}, Empty)
-                except (EtcdUnreachableError, EtcdRefusedError):
-                    pass  # not in sync yet, or no majority: both pass
-                await trio.sleep(PROMOTE_RETRY_S)
+                except (EtcdUnreachableError, EtcdRefusedError):  # not in sync yet, or no majority: both pass
+                    pause_s = min(1.5 * pause_s, RETRY_S_MAX)
+                await trio.sleep(pause_s)
         finally:
             with trio.CancelScope(shield=True):
                 await client.aclose()

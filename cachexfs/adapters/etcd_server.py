@@ -90,6 +90,7 @@ class EtcdServer:
         self._pid_path = directory / "etcd.pid"
         others = [Endpoint(member.host, member.client_port) for member in members if member is not self._own]
         peer_url = _url("https" if tls else "http", self._own.host, self._own.peer_port)
+        self._lock = trio.Lock()
         self._membership = Membership(others, name, peer_url, token, tls)
 
     @property
@@ -108,6 +109,10 @@ class EtcdServer:
         the others will not come back. Raises ``CannotTellError`` when it ends at once, with its last words, and
         ``NotAdmittedError`` when a cluster that goes on without it does not take it back yet.
         """
+        async with self._lock:  # against ``run``, which starts what has ended
+            return await self._start(force_new_cluster=force_new_cluster)
+
+    async def _start(self, *, force_new_cluster: bool) -> bool:
         if force_new_cluster:
             await self.stop()
         elif self.pid is not None:

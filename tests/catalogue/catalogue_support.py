@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import secrets
 import select
@@ -23,10 +24,10 @@ from cachexfs.adapters.catalogue_etcd import EtcdCatalogue
 from cachexfs.adapters.etcd_client import Endpoint, EtcdClient, EtcdUnreachableError, RangeAnswer
 from cachexfs.adapters.etcd_server import TXN_OPS_MAX, EtcdServer, Member
 from cachexfs.adapters.job_tls import JobAuthority, TlsFiles
-from cachexfs.core.records import Dirent, Inode, Life, dirent_key, inode_key
+from cachexfs.core.records import ROOT_FID, Dirent, Inode, Life, dirent_key, inode_key
 from cachexfs.core.replica import Tx
 from cachexfs.engine.interfaces import Catalogue
-from cachexfs.errors import enoent
+from cachexfs.errors import FsError, enoent
 
 LOOPBACK = "127.0.0.1"
 SECRET = b"a secret of the tests, long enough"
@@ -217,6 +218,30 @@ def namer(parent: int, name: bytes, fid: int) -> Callable[[Tx], None]:
         tx.put(dirent_key(parent, name), Dirent(fid, "f"))
 
     return put
+
+
+def creator(name: bytes, fid: int) -> Callable[[Tx], int]:
+    """O_EXCL in the root."""
+
+    def create(tx: Tx) -> int:
+        if tx.dirent(ROOT_FID, name) is not None:
+            raise FsError(errno.EEXIST)
+        tx.put(dirent_key(ROOT_FID, name), Dirent(fid, "f"))
+        return fid
+
+    return create
+
+
+def peeking_creator(name: bytes, fid: int) -> Callable[[Tx], int]:
+    """The same, with a refusal that has no condition."""
+
+    def create(tx: Tx) -> int:
+        if tx.peek(dirent_key(ROOT_FID, name)) is not None:
+            raise FsError(errno.EEXIST)
+        tx.put(dirent_key(ROOT_FID, name), Dirent(fid, "f"))
+        return fid
+
+    return create
 
 
 def finder(parent: int, name: bytes) -> Callable[[Tx], Dirent]:

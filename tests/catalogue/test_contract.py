@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 import trio
-from catalogue_support import World, adder, finder, inode, namer, remover, size_of
+from catalogue_support import World, adder, creator, finder, inode, namer, remover, size_of
 
 from cachexfs.core.records import (
     FID_STEP,
@@ -26,18 +26,6 @@ from cachexfs.errors import FsError
 
 FID = 5 * FID_STEP
 Done = list[tuple[bytes, AnyRecord | None, AnyRecord | None]]
-
-
-def creator(name: bytes, fid: int) -> Callable[[Tx], int]:
-    """O_EXCL."""
-
-    def create(tx: Tx) -> int:
-        if tx.dirent(ROOT_FID, name) is not None:
-            raise FsError(errno.EEXIST)
-        tx.put(dirent_key(ROOT_FID, name), Dirent(fid, "f"))
-        return fid
-
-    return create
 
 
 async def test_of_all_who_create_a_name_one_succeeds(world: World) -> None:

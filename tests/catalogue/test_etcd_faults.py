@@ -14,11 +14,13 @@ from catalogue_support import (
     Fate,
     Proxy,
     adder,
+    creator,
     finder,
     inode,
     make_client,
     namer,
     own_cluster,
+    peeking_creator,
     remover,
     running,
     size_of,
@@ -113,6 +115,50 @@ async def test_a_late_request_that_wins_counts_and_the_others_are_computed_anew(
                     adders.start_soon(add)
             assert sorted(results) == list(range(1, 9))
             assert size_of(client, FID) == 8
+        nursery.cancel_scope.cancel()
+
+
+async def test_an_exclusive_create_does_not_meet_its_own_success(clear_member: EtcdCluster) -> None:
+    """The watch shows the name before the repetition is computed, which would then say "file exists"."""
+    proxy = Proxy(clear_member.endpoints[0])
+    async with trio.open_nursery() as nursery:
+        await nursery.start(proxy.run)
+        client = make_client([proxy.endpoint], None, "exclusive", "n0")
+        async with running(client):
+            for number, create in enumerate((creator, peeking_creator)):
+                proxy.fates[TXN] = [Fate.LOSE_ANSWER]
+                assert await client.mutate(create(b"%d" % number, FID)) == FID
+                with pytest.raises(FsError):
+                    await client.mutate(create(b"%d" % number, FID))
+        nursery.cancel_scope.cancel()
+
+
+async def test_what_was_refused_does_not_happen_later(clear_member: EtcdCluster) -> None:
+    """The first request is still on its way when its repetition is refused, and could succeed when it arrives."""
+    proxy = Proxy(clear_member.endpoints[0])
+    async with trio.open_nursery() as nursery:
+        await nursery.start(proxy.run)
+        client = make_client([proxy.endpoint], None, "refused", "n0")
+        other = clear_member.client("refused", "n1")
+        async with running(client, other):
+            proxy.fates[TXN] = [Fate.DELAY_REQUEST]
+            refused = trio.Event()
+
+            async def create() -> None:
+                with pytest.raises(FsError):
+                    await client.mutate(creator(b"a", FID))
+                refused.set()
+
+            nursery.start_soon(create)
+            await proxy.met_one.wait()
+            await other.mutate(creator(b"a", 2 * FID))
+            with trio.fail_after(PATIENCE_S):
+                await refused.wait()
+                await other.mutate(remover(dirent_key(ROOT_FID, b"a")))
+                proxy.release()
+                await proxy.delayed_done.wait()
+            await other.barrier()
+            assert other.view.lookup(ROOT_FID, b"a") is None
         nursery.cancel_scope.cancel()
 
 

@@ -113,19 +113,22 @@ async def test_without_etcd_the_user_is_told_what_to_install(monkeypatch: pytest
 
 
 async def test_the_survivor_of_two_goes_on_alone_with_everything() -> None:
-    async with own_cluster(2) as cluster:
+    async with own_cluster(2) as cluster, trio.open_nursery() as nursery:
         client = cluster.client("survivor", "n0")
         async with running(client):
             for _ in range(5):
                 await client.mutate(adder(FID))
+            server = again(cluster)
+            assert await nursery.start(server.run, print)  # the daemon looks after it all the while
             cluster.kill(1)
-            assert not await again(cluster).start(force_new_cluster=True)
+            assert not await server.start(force_new_cluster=True)
             with trio.fail_after(PATIENCE_S):
                 assert await client.mutate(adder(FID)) == 6
-        await again(cluster).stop()
-        assert not await again(cluster).start()  # later starts need no vouching
-        async with running(client := cluster.client("survivor", "n0")):
-            assert await client.mutate(adder(FID)) == 7
+        await server.stop()
+        with trio.fail_after(PATIENCE_S):  # later starts need no vouching
+            async with running(client := cluster.client("survivor", "n0")):
+                assert await client.mutate(adder(FID)) == 7
+        nursery.cancel_scope.cancel()
 
 
 async def until_full(cluster: EtcdCluster, count: int) -> None:
