@@ -427,7 +427,8 @@ def routes(rows: Rows) -> None:
         p = paired_routes([first["cscratch", d] for d in days], [first["datawarp-bb", d] for d in days])
         print(
             f"  {writers} writers, {p.days} days decided: always Lustre {p.direct_s:.1f} s, "
-            f"always DataWarp {p.fast_s:.1f} s, chosen {p.chosen_s:.1f} s, oracle {p.oracle_s:.1f} s; right {p.accuracy:.2f}, Brier {p.brier:.3f}"
+            f"always DataWarp {p.fast_s:.1f} s, chosen {p.chosen_s:.1f} s, oracle {p.oracle_s:.1f} s; "
+            f"right {p.accuracy:.2f}, Brier {p.brier:.3f}"
         )
         fine = p.confident_accuracy >= 0.85 and p.confident >= 0.25 and p.ratio <= 0.92
         said = f": {'met' if fine else 'NOT MET'} (bounds 25%, 0.85, 0.92)" if writers == "4096" else ""

@@ -24,6 +24,7 @@ THETA_DEFAULT = 0.45
 SIGMA_MIN = 0.005
 NODES = 20
 REGIME_CHECKPOINTS_MIN = 30
+REGIME_CHECKPOINTS_MAX = 5000
 REGIME_BIC_GAIN = 6.0
 SIGMA_PRIOR_MEDIAN, SIGMA_PRIOR_SD = 0.12, 1.0
 
@@ -158,6 +159,9 @@ def fit_regimes(effects: Floats) -> tuple[Regime, ...]:
     one = (Regime(1.0, 0.0, max(mad_sd(effects), 1e-3)),)
     if effects.size < REGIME_CHECKPOINTS_MIN or float(np.std(effects)) < 1e-6:
         return one
+    if effects.size > REGIME_CHECKPOINTS_MAX:  # evenly spaced order statistics say as much
+        picks = np.linspace(0, effects.size - 1, REGIME_CHECKPOINTS_MAX).astype(int)
+        effects = np.sort(effects)[picks]
     floor = 0.1 * float(np.std(effects))
     middle = float(np.median(effects))
     mean = np.array([np.mean(effects[effects <= middle]), np.quantile(effects, 0.95)])

@@ -15,6 +15,8 @@ from cachexfs.errors import UsageError
 from cachexfs.model.arrays import Floats
 
 QUADRATURE = 64
+LOG_SD_MIN = 1e-9
+"""Below it a delay is a constant."""
 
 
 @cache
@@ -78,7 +80,7 @@ class Delay:
             return math.inf
         within = q / (1.0 - self.failed)
         if self.samples_s:
-            return float(np.quantile(np.array(self.samples_s), within))
+            return float(np.quantile(np.array(self.samples_s), within, method="inverted_cdf"))
         from scipy.special import ndtri
 
         return float(self.median_s * math.exp(self.log_sd * float(ndtri(within))))
@@ -91,7 +93,7 @@ class Delay:
         if self.samples_s:
             values = np.array(self.samples_s)
             reached = np.searchsorted(values, x, side="right") / values.size
-        elif self.median_s == 0.0 or self.log_sd == 0.0:
+        elif self.median_s == 0.0 or self.log_sd < LOG_SD_MIN:
             reached = (x >= self.median_s).astype(np.float64)
         else:
             with np.errstate(divide="ignore"):
@@ -107,7 +109,8 @@ class Delay:
         if self.samples_s:
             from scipy.special import ndtr
 
-            drawn = np.quantile(np.array(self.samples_s), ndtr(normal))
+            values = np.array(self.samples_s)
+            drawn = values[np.minimum((ndtr(normal) * values.size).astype(int), values.size - 1)]
         else:
             drawn = self.median_s * np.exp(self.log_sd * normal)
         return np.where(uniform < self.failed, np.inf, drawn)

@@ -223,6 +223,8 @@ def fit_location(levels: Levels, bandwidth_spec: float | None = None) -> Locatio
     posterior /= posterior.sum()
     noise = np.sqrt((prior_squares + squares) / (NOISE_PRIOR_LEVELS + n.size))
 
+    # the line cannot know a stated bandwidth
+    use_line = bandwidth_spec is None and np.unique(n).size > 1
     keep = np.argsort(posterior)[::-1][:ELEMENTS_MAX]
     kept = posterior[keep] / posterior[keep].sum()
     ratio = p[keep, 0] * (share[keep, -1] - floor[keep, -1])
@@ -235,7 +237,7 @@ def fit_location(levels: Levels, bandwidth_spec: float | None = None) -> Locatio
         log_knee=grid.log_knee[keep],
         log_scale=log_scale[keep],
         weight=kept,
-        line=straight_line(n, levels.seconds / b) if np.unique(n).size > 1 else None,
+        line=straight_line(n, levels.seconds / b) if use_line else None,
         noise_sd=float(np.sum(kept * noise[keep])),
         writers_min=float(n[0]),
         writers_max=float(n[-1]),

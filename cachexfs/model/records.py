@@ -85,10 +85,10 @@ def encode(record: BoundaryRecord) -> bytes:
     fields["v"] = FORMAT
     line = _line(fields)
     if len(line) > LINE_BYTES_MAX:
-        fields["checkpoint"] = "..." + record.checkpoint[-200:]
-        fields["node"] = record.node[:64]
+        fields["checkpoint"] = "..." + record.checkpoint[-100:]
+        fields["node"] = record.node[:32]
         line = _line(fields)
-    if len(line) > LINE_BYTES_MAX:  # 264 characters of at most 6 bytes each and the numbers always fit
+    if len(line) > LINE_BYTES_MAX:  # 135 characters of at most 12 bytes each and the numbers always fit
         raise UsageError("a boundary record is longer than its limit")
     return line
 
