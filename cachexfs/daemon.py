@@ -25,8 +25,7 @@ import msgspec
 import pyfuse3
 import trio
 
-from cachexfs import config
-from cachexfs.adapters import staging as staging_adapter
+from cachexfs import config, tmpfs
 from cachexfs.adapters.catalogue_builtin import BuiltinCatalogue
 from cachexfs.adapters.catalogue_etcd import EtcdCatalogue
 from cachexfs.adapters.clock import ReferenceClock
@@ -45,7 +44,7 @@ from cachexfs.core import manifest as manifests
 from cachexfs.core import namespace
 from cachexfs.core import records as rec
 from cachexfs.core.namespace import NewAttrs
-from cachexfs.core.records import FORMAT_VERSION, ROOT_FID, Job, Life
+from cachexfs.core.records import FID_STEP, FORMAT_VERSION, ROOT_FID, Job, Life
 from cachexfs.core.replica import Tx
 from cachexfs.core.stages import make_stage
 from cachexfs.engine import recover
@@ -63,6 +62,8 @@ from cachexfs.engine.recover import Takeover
 from cachexfs.engine.replicate import Replicator
 from cachexfs.errors import EXIT_CANNOT_TELL, EXIT_NOT_DURABLE, CacheXError, CannotTellError, PeerError, UsageError
 from cachexfs.frontend.fuse import TASKS_MAX, Operations
+from cachexfs.supervisor.client import Supervisor
+from cachexfs.supervisor.messages import Event
 
 log = logging.getLogger("cachexfs.daemon")
 
@@ -124,28 +125,18 @@ class Source(Reader):
 class Daemon:
     """One mount's life."""
 
-    def __init__(self, options: MountOptions, ready_fd: int) -> None:
+    def __init__(self, options: MountOptions, answer: Answer) -> None:
         self.options = options
-        self._ready_fd = ready_fd
+        self._answer = answer
         self.clock = ReferenceClock()
-        self.staging = Staging(self._staging_directory(), options.memory)
-        self._own_tmpfs = options.staging is None and os.geteuid() == 0
+        self.staging = Staging(tmpfs.prepare(options), options.memory)
+        self.supervisor = Supervisor.from_environ()
         self.etcd: EtcdServer | None = None
         self._registry: Path | None = None
         self._manifests: OrderedDict[str, bytes] = OrderedDict()
-        self._external_umount = False
+        self._retired = False
         self._services = trio.CancelScope()
         self.exit_code = 0
-
-    def _staging_directory(self) -> str:
-        if self.options.staging is not None:
-            return self.options.staging
-        name = config.mount_id(self.options.mountpoint, self.options.node)
-        if os.geteuid() == 0:
-            directory = f"{self.options.runtime_dir or config.default_runtime_dir()}/staging/{name}"
-            staging_adapter.mount_tmpfs(directory, self.options.memory)
-            return directory
-        return f"/dev/shm/cachexfs-{os.geteuid()}-{name}"
 
     # ---- start
     async def run(self) -> int:
@@ -160,7 +151,9 @@ class Daemon:
             await self._register(node, catalogue)
             parts, completeness, takeover = self._build(node, catalogue)
             await self._start_peers(services, node, store)
-            await recover.adopt(node, parts.keeper)
+            handles = self.supervisor.state.handles if self.supervisor is not None else ()
+            open_files = {h.node // FID_STEP * FID_STEP: h.node for h in handles if not h.is_dir}
+            await recover.adopt(node, parts.keeper, parts.files, open_files)
             parts.drainer.load()
             for task in (parts.replicator.run, parts.drainer.run, parts.keeper.run, takeover.run):
                 services.start_soon(task)
@@ -356,8 +349,9 @@ class Daemon:
     async def _serve(self, services: trio.Nursery, parts: Parts, completeness: Completeness) -> None:
         options = self.options
         facts: dict[str, Any] = {
-            "mountpoint": options.mountpoint, "pfs": options.pfs, "kernel": "handler", "supervisor": "off",
-            "kernel_reason": "passthrough is not built into this release's daemon",
+            "mountpoint": options.mountpoint, "pfs": options.pfs, "kernel": "handler",
+            "kernel_reason": "reads and writes pass through the daemon",
+            "supervisor": "off" if self.supervisor is None else "on",
             "catalogue": "builtin" if options.alone else "etcd",
         }  # fmt: skip
         control = ControlServer(parts, completeness, facts)
@@ -367,6 +361,8 @@ class Daemon:
             filesystem, timeout_s=ALONE_TIMEOUT_S if options.alone else 0.0, hide_xattrs=options.hide_xattrs
         )
         self._mount(operations)
+        if self.supervisor is not None:
+            operations.resume(self.supervisor)
         registry = Path(options.runtime_dir or config.default_runtime_dir())
         name = config.mount_id(options.mountpoint, options.node)
         socket = str(registry / f"{name}.sock")
@@ -375,8 +371,12 @@ class Daemon:
         services.start_soon(self._watch_signals, control)
         services.start_soon(self._say_ready)
         services.start_soon(self._stop_when_asked, control)
+        if self.supervisor is not None:
+            services.start_soon(self._follow, self.supervisor, control)
         await pyfuse3.main(min_tasks=2, max_tasks=TASKS_MAX)
-        pyfuse3.close(unmount=not self._external_umount)
+        pyfuse3.close(unmount=self.supervisor is None)
+        if self._retired:
+            return
         if not control.stop_requested.is_set():
             await self._drain_unmounted(parts)
 
@@ -388,7 +388,8 @@ class Daemon:
             fuse_options.add("allow_other")
         fuse_options.add("default_permissions")
         try:
-            pyfuse3.init(operations, options.mountpoint, fuse_options)
+            where = self.supervisor.fuse_path if self.supervisor is not None else options.mountpoint
+            pyfuse3.init(operations, where, fuse_options)
         except RuntimeError as error:
             raise CannotTellError(
                 f"FUSE did not mount {options.mountpoint}: {error}; see {options.log_file or 'the messages above'}"
@@ -407,27 +408,51 @@ class Daemon:
         temporary.replace(path)
 
     async def _say_ready(self) -> None:
-        tell(self._ready_fd, {"ok": True})
+        if self.supervisor is not None:
+            self.supervisor.ready()
+        self._answer.tell({"ok": True})
         log.info("mounted %s on %s", self.options.pfs, self.options.mountpoint)
 
     async def _watch_signals(self, control: ControlServer) -> None:
         with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT, signal.SIGHUP) as signals:
             async for number in signals:
-                log.warning("signal %s: unmounting; what is not on the PFS yet stays in staging", number)
-                failed = await control.parts.files.publish_all()
-                for text in failed:
-                    log.error("not published: %s", text)
-                if failed or control.parts.drainer.own_pending():
-                    self.exit_code = EXIT_NOT_DURABLE
-                    control.facts["left"] = 1
-                control.stop_requested.set()
+                await self._stop(control, f"signal {number}")
+
+    async def _stop(self, control: ControlServer, who: str) -> None:
+        """End without waiting for the drain: what is not on the PFS stays in staging, and the exit code says so."""
+        log.warning("%s ends the mount; what is not on the PFS yet stays in staging", who)
+        failed = await control.parts.files.publish_all()
+        for text in failed:
+            log.error("not published: %s", text)
+        if failed or control.parts.drainer.own_pending():
+            control.facts["left"] = 1
+        control.stop_requested.set()
 
     async def _stop_when_asked(self, control: ControlServer) -> None:
         await control.stop_requested.wait()
         if control.facts.get("left") or control.abandon:
             self.exit_code = EXIT_NOT_DURABLE
         await trio.sleep(0.05)  # the answer to ``umount`` leaves first
-        pyfuse3.terminate()
+        if self.supervisor is not None:
+            self.supervisor.stopping(self.exit_code)  # it unmounts, then tells us the end
+        else:
+            pyfuse3.terminate()
+
+    async def _follow(self, supervisor: Supervisor, control: ControlServer) -> None:
+        """Do what the supervisor says."""
+        while True:
+            await trio.lowlevel.wait_readable(supervisor.events_fd)
+            match supervisor.next_event():
+                case Event.STOP:
+                    await self._stop(control, "the supervisor")
+                case Event.RETIRE:
+                    log.info("another daemon takes over")
+                    self._retired = True
+                    pyfuse3.terminate()
+                    return
+                case Event.END:
+                    pyfuse3.terminate()
+                    return
 
     async def _drain_unmounted(self, parts: Parts) -> None:
         """umount(8) cannot drain: go on without the mount until everything is on the PFS."""
@@ -458,6 +483,8 @@ class Daemon:
     async def _end(self, catalogue: Catalogue) -> None:
         """After the unmount: with nothing left, the fast tiers are given back; else they are kept for recovery."""
         self.staging.close()
+        if self._retired:
+            return
         clean = self.exit_code == 0
         if self._registry is not None:
             self._registry.unlink(missing_ok=True)
@@ -472,8 +499,7 @@ class Daemon:
         _remove_tree(self.staging.directory)
         if not self.options.alone and self.options.nvme is not None:
             _remove_tree(Path(self.options.nvme) / _safe(self.options.job) / _safe(self.options.node))
-        if self._own_tmpfs:
-            staging_adapter.unmount_tmpfs(str(self.staging.directory))
+        tmpfs.release(self.options)
         log.info("the end: everything is on the PFS")
 
 
@@ -527,15 +553,23 @@ def _device(mountpoint: str) -> str:
     return found
 
 
-def tell(fd: int, message: dict[str, Any]) -> None:
-    """Say on the ready descriptor how the start went; only the first message counts."""
-    if fd < 0:
-        return
-    try:
-        os.write(fd, json.dumps(message).encode() + b"\n")
-        os.close(fd)
-    except OSError:
-        return  # said already, or nobody listens any more
+class Answer:
+    """How the start went, said once: on a descriptor, or in a file when a supervisor stands between."""
+
+    def __init__(self, fd: int, path: str) -> None:
+        self._fd, self._path = fd, path
+
+    def tell(self, message: dict[str, Any]) -> None:
+        """Say it; what is said later does not count."""
+        if self._fd >= 0:
+            try:
+                os.write(self._fd, json.dumps(message).encode() + b"\n")
+                os.close(self._fd)
+            except OSError as error:
+                log.debug("nobody waits for the start any more: %s", error)
+            self._fd = -1
+        if self._path:
+            Path(self._path).write_text(json.dumps(message))
 
 
 def first_error(group: BaseException) -> BaseException:
@@ -548,27 +582,31 @@ def first_error(group: BaseException) -> BaseException:
 def main() -> int:
     """``python -m cachexfs.daemon --ready-fd N`` with the options on standard input."""
     parser = argparse.ArgumentParser(prog="cachexfs.daemon")
-    parser.add_argument("--ready-fd", type=int, default=-1)
+    parser.add_argument("--ready-fd", type=int, default=-1, help="where to say how the start went")
+    parser.add_argument("--answer", default="", help="the same in a file")
+    parser.add_argument("--options", default="", help="the options, JSON, in a file instead of standard input")
     arguments = parser.parse_args()
-    options = msgspec.json.decode(sys.stdin.buffer.read(), type=MountOptions)
+    raw = Path(arguments.options).read_bytes() if arguments.options else sys.stdin.buffer.read()
+    options = msgspec.json.decode(raw, type=MountOptions)
+    answer = Answer(arguments.ready_fd, arguments.answer)
     logging.basicConfig(
         filename=options.log_file, level=options.log_level.upper(),
         format="%(asctime)s %(levelname)s %(name)s: %(message)s",
     )  # fmt: skip
     logging.getLogger("httpx").setLevel(logging.WARNING)
     logging.getLogger("httpcore").setLevel(logging.WARNING)
-    daemon = Daemon(options, arguments.ready_fd)
     try:
+        daemon = Daemon(options, answer)
         return trio.run(daemon.run)
     except BaseException as group:
         error = first_error(group)
         if isinstance(error, CacheXError):
             log.error("%s", error)
-            tell(arguments.ready_fd, {"ok": False, "error": str(error), "exit": error.exit_code})
+            answer.tell({"ok": False, "error": str(error), "exit": error.exit_code})
             return error.exit_code
         log.exception("the daemon ended")
         why = f"{type(error).__name__}: {error}"
-        tell(arguments.ready_fd, {"ok": False, "error": why, "exit": EXIT_CANNOT_TELL})
+        answer.tell({"ok": False, "error": why, "exit": EXIT_CANNOT_TELL})
         return EXIT_CANNOT_TELL
 
 

@@ -8,11 +8,9 @@ A file may carry several generations, each a prefix of the next (appending).
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import os
 import secrets
-import subprocess
 from pathlib import Path
 
 from cachexfs.errors import UsageError
@@ -109,30 +107,3 @@ class Staging:
     def stages(self) -> list[str]:
         """Keys of all staged files."""
         return list(self._allocated)
-
-
-def mount_tmpfs(directory: str, size_bytes: int) -> bool:
-    """As root: a tmpfs of huge pages for large files at ``directory``, unless one is mounted there already.
-
-    Returns whether a tmpfs is there; False when this user or kernel cannot (the directory is then used as it is).
-    """
-    os.makedirs(directory, mode=0o700, exist_ok=True)
-    if os.path.ismount(directory):
-        return True
-    headroom = size_bytes + size_bytes // 16 + (64 << 20)
-    for huge in (",huge=within_size", ""):
-        command = ["mount", "-t", "tmpfs", "-o", f"size={headroom},mode=0700{huge}", "cachexfs-staging", directory]
-        if subprocess.run(command, capture_output=True, check=False).returncode == 0:
-            return True
-    return False
-
-
-def unmount_tmpfs(directory: str) -> None:
-    """Undo ``mount_tmpfs`` after a clean end; a directory that is not a mount is left alone."""
-    if os.path.ismount(directory):
-        subprocess.run(["umount", directory], capture_output=True, check=False)
-    try:
-        os.rmdir(directory)
-    except OSError as error:
-        if error.errno not in (errno.ENOTEMPTY, errno.EBUSY, errno.ENOENT):
-            raise

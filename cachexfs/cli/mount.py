@@ -16,6 +16,7 @@ from contextlib import suppress
 import click
 import msgspec
 
+from cachexfs import tmpfs
 from cachexfs.cli import mounts
 from cachexfs.cli.mount_checks import check_address, check_directories, check_machine, clear_mountpoint, detach
 from cachexfs.cli.options import OPTIONS, load_options
@@ -93,8 +94,18 @@ def _start(options: MountOptions, foreground: bool, timeout_s: float, as_json: b
             log_fd = os.open(options.log_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
         except OSError as error:
             raise UsageError(f"cannot write the log '{options.log_file}': {error.strerror}") from None
+    answer_path = None
+    try:
+        staging = tmpfs.prepare(options)
+    except OSError as error:
+        raise UsageError(f"staging directory: {error}; choose another with -o staging=DIR") from None
+    command = [sys.executable, "-P", "-m", "cachexfs.daemon"]
+    if options.supervisor == "off":
+        command += ["--ready-fd", str(writer)]
+    else:
+        command, answer_path = _supervised(options, command, text, staging, writer)
     daemon = subprocess.Popen(
-        [sys.executable, "-P", "-m", "cachexfs.daemon", "--ready-fd", str(writer)],
+        command,
         stdin=subprocess.PIPE,
         stdout=log_fd,
         stderr=log_fd,
@@ -106,8 +117,8 @@ def _start(options: MountOptions, foreground: bool, timeout_s: float, as_json: b
     if log_fd is not None:
         os.close(log_fd)
     try:
-        _await_ready(daemon, text, reader, timeout_s, options)
-        entry = next((e for e in mounts.registry(options.runtime_dir) if e.pid == daemon.pid), None)
+        _await_ready(daemon, text, reader, timeout_s, options, answer_path)
+        entry = next((e for e in mounts.registry(options.runtime_dir) if e.mountpoint == options.mountpoint), None)
         if as_json:
             write_json(
                 {
@@ -115,7 +126,7 @@ def _start(options: MountOptions, foreground: bool, timeout_s: float, as_json: b
                     "pfs": options.pfs,
                     "node": options.node,
                     "job": options.job,
-                    "pid": daemon.pid,
+                    "pid": entry.pid if entry else daemon.pid,
                     "socket": entry.socket if entry else "",
                     "log": options.log_file or "",
                 }
@@ -131,8 +142,36 @@ def _start(options: MountOptions, foreground: bool, timeout_s: float, as_json: b
     return EXIT_DONE
 
 
+def _supervised(
+    options: MountOptions, daemon: list[str], text: bytes, staging: str, ready_fd: int
+) -> tuple[list[str], str]:
+    """The supervisor's command, and the file in which the first daemon says how its start went.
+
+    Each daemon of the mount reads the same options again, so they lie in a file.
+    """
+    base = os.path.join(options.runtime_dir, mount_id(options.mountpoint, options.node))
+    answer = base + ".answer"
+    with suppress(FileNotFoundError):
+        os.unlink(answer)
+    with open(os.open(base + ".options", os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600), "wb") as file:
+        file.write(text)
+    command = [
+        sys.executable, "-P", "-m", "cachexfs.supervisor", "--mountpoint", options.mountpoint,
+        "--fsname", options.pfs.replace(",", "_"), "--passthrough", options.passthrough, "--backing-dir", staging,
+        "--status-socket", base + ".supervisor", "--ready-fd", str(ready_fd), "--standby",
+        *(["--allow-other"] if options.allow_other else []),
+        "--", *daemon, "--options", base + ".options", "--answer", answer,
+    ]  # fmt: skip
+    return command, answer
+
+
 def _await_ready(
-    daemon: subprocess.Popen[bytes], text: bytes, reader: int, timeout_s: float, options: MountOptions
+    daemon: subprocess.Popen[bytes],
+    text: bytes,
+    reader: int,
+    timeout_s: float,
+    options: MountOptions,
+    answer_path: str | None,
 ) -> None:
     assert daemon.stdin is not None
     with suppress(BrokenPipeError):  # it died: the end of the other pipe says so
@@ -151,6 +190,12 @@ def _await_ready(
         if not part:
             break
         data += part
+    if answer_path is not None:
+        try:
+            with open(answer_path, "rb") as file:
+                data = file.read()
+        except OSError:
+            data = b""
     try:
         answer = msgspec.json.decode(data, type=Ready)
     except ValueError:

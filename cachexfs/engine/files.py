@@ -186,6 +186,29 @@ class Files:
             vnode.writers += 1
         return handle
 
+    def resume(self, fid: int, ino: int, stage: str, published: Generation | None) -> None:
+        """A file that an application has open lived through the death of the daemon with unpublished bytes."""
+        vnode = Vnode(fid, ino, published or Generation(0, 0, b"", b"", "", ""))
+        vnode.fd = self.node.staging.open_file(stage, write=True)
+        vnode.stage, vnode.removed = stage, published is None
+        vnode.sealed = published.size if published is not None and published.stage == stage else 0
+        vnode.version, vnode.mtime_ns = 1, os.fstat(vnode.fd).st_mtime_ns
+        if vnode.removed:
+            vnode.published = 1
+            vnode.content = Generation(0, os.fstat(vnode.fd).st_size, b"", b"", stage, self.node.name)
+        self._by_ino[ino] = self._current[fid] = vnode
+
+    def reopen(self, ino: int, flags: int) -> Handle:
+        """A handle that an application has held since before this daemon's life. Raises ``FsError`` ESTALE, EIO."""
+        try:
+            vnode = self.by_ino(ino)
+        except FsError:
+            vnode = Vnode(ino // FID_STEP * FID_STEP, ino, Generation(0, 0, b"", b"", "", ""), removed=True)
+            self._by_ino[ino] = vnode
+        handle = self.open(vnode, flags)
+        handle.wrote = handle.writable and vnode.dirty
+        return handle
+
     def keep_pages(self, vnode: Vnode) -> bool:
         """Whether pages that the kernel has from an earlier open are still those of this content."""
         token = (vnode.content.gen, vnode.version)
@@ -382,6 +405,8 @@ class Files:
         vnode.removed = True
         content = vnode.content
         if vnode.fd >= 0 or not vnode.handles or not content.stage:
+            return
+        if self._open_local(vnode):
             return
         path = self.node.local_path(content.stage, content.size)
         if path is not None:

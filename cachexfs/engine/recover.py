@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Mapping
 
 import msgspec
 import trio
@@ -19,6 +20,7 @@ from cachexfs.core.namespace import Content
 from cachexfs.core.records import AnyRecord, Copy, Inode, Life
 from cachexfs.core.replica import Tx
 from cachexfs.core.stages import parse_stage
+from cachexfs.engine.files import Files
 from cachexfs.engine.hold import Keeper
 from cachexfs.engine.node import Node
 from cachexfs.errors import CacheXError
@@ -26,22 +28,49 @@ from cachexfs.errors import CacheXError
 log = logging.getLogger(__name__)
 
 
-async def adopt(node: Node, keeper: Keeper) -> None:
-    """Take over the staging directory of this node's previous life."""
-    for stage in node.staging.stages():
+async def adopt(node: Node, keeper: Keeper, files: Files, open_files: Mapping[int, int]) -> None:
+    """Take over the staging directory of this node's previous life.
+
+    ``open_files`` (file id -> inode number) are those that applications still have open through a supervisor: they
+    go on with their unpublished bytes.
+    """
+    for stage in sorted(node.staging.stages(), key=_age, reverse=True):
         try:
             fid, gen = parse_stage(stage)
         except ValueError:
             log.warning("staging has a file that is not ours: %r; left alone", stage)
             continue
+        if fid in open_files and files.known(fid) is None and _in_progress(node, stage, fid, gen):
+            files.resume(fid, open_files[fid], stage, node.catalogue.view.generation(fid))
+            continue
         await _adopt_one(node, keeper, stage, fid, gen)
     for key, entry in list(node.catalogue.view.items()):
         record = entry.record
+        if key[:2] in (b"g/", b"i/") and int(key[2:], 16) in open_files:
+            continue
         if isinstance(record, rec.Generation) and record.open and record.origin == node.name:
             fid, ctx = int(key[2:], 16), node.ctx()
             await node.catalogue.mutate(lambda tx: namespace.close_created(tx, ctx, fid))  # noqa: B023
         elif isinstance(record, Inode) and record.writing == node.name:
             await node.catalogue.mutate(_clear_writing(int(key[2:], 16), node.name))
+
+
+def _age(stage: str) -> int:
+    """The generation in a stage key: the newest content of a file is looked at first."""
+    try:
+        return parse_stage(stage)[1]
+    except ValueError:
+        return -1
+
+
+def _in_progress(node: Node, stage: str, fid: int, gen: int) -> bool:
+    """Whether a staged file has bytes that were not published, or belongs to a file without a name."""
+    generation = node.catalogue.view.generation(fid)
+    if generation is None:
+        return True
+    if generation.stage == stage:
+        return node.staging.size(stage) > generation.size
+    return gen > generation.gen
 
 
 async def _adopt_one(node: Node, keeper: Keeper, stage: str, fid: int, gen: int) -> None:

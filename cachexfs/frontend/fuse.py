@@ -28,6 +28,8 @@ from cachexfs.engine.attributes import PREFIX
 from cachexfs.engine.files import Handle
 from cachexfs.engine.filesystem import BLKSIZE, Attr, Filesystem
 from cachexfs.errors import FsError
+from cachexfs.supervisor import wire
+from cachexfs.supervisor.client import Supervisor
 
 log = logging.getLogger(__name__)
 
@@ -81,7 +83,23 @@ class Operations(pyfuse3.Operations):  # type: ignore[misc]
         self._handles: dict[int, Handle] = {}
         self._listings: dict[int, tuple[int, list[tuple[bytes, Attr]] | None]] = {}
         self._next_handle = 1
+        self._supervisor: Supervisor | None = None
         self._waiters = trio.CapacityLimiter(TASKS_MAX - TASKS_RESERVED)
+
+    # ---- a new daemon under a live mount
+    def resume(self, supervisor: Supervisor) -> None:
+        """Take up the handles that applications hold open, and what the last daemon left unanswered."""
+        self._supervisor = supervisor
+        for old in supervisor.state.handles:
+            self._next_handle = max(self._next_handle, old.fh + 1)
+            if old.is_dir:
+                self._listings[old.fh] = (self._fid(old.node), None)
+            else:
+                self._handles[old.fh] = self.files.reopen(old.node, old.flags)
+
+    def _is_replay(self, opcode: int, parent: int, name: bytes) -> bool:
+        """Whether an operation may have been applied by a daemon that died before it answered."""
+        return self._supervisor is not None and self._supervisor.replays.take(opcode, parent, name)
 
     # ---- translation
     @staticmethod
@@ -130,6 +148,8 @@ class Operations(pyfuse3.Operations):  # type: ignore[misc]
     async def create(
         self, parent_inode: int, name: bytes, mode: int, flags: int, ctx: pyfuse3.RequestContext
     ) -> tuple[FileInfo, EntryAttributes]:
+        if self._is_replay(wire.CREATE, parent_inode, name):
+            flags &= ~os.O_EXCL  # the name was missing before the first attempt
         attrs = NewAttrs(stat.S_IMODE(mode) & ~ctx.umask, ctx.uid, ctx.gid)
         handle, attr = await self.filesystem.create(self._fid(parent_inode), name, attrs, flags)
         return self._register(handle), self._given(attr)
@@ -137,7 +157,26 @@ class Operations(pyfuse3.Operations):  # type: ignore[misc]
     @handler
     async def mkdir(self, parent_inode: int, name: bytes, mode: int, ctx: pyfuse3.RequestContext) -> EntryAttributes:
         attrs = NewAttrs(stat.S_IMODE(mode) & ~ctx.umask, ctx.uid, ctx.gid)
-        return self._entry(await self.filesystem.mkdir(self._fid(parent_inode), name, attrs))
+        parent = self._fid(parent_inode)
+        replayed = self._is_replay(wire.MKDIR, parent_inode, name)
+        return self._entry(await self._made(replayed, parent, name, self.filesystem.mkdir(parent, name, attrs)))
+
+    async def _made(self, replayed: bool, parent: int, name: bytes, work: Awaitable[Attr]) -> Attr:
+        """The result of a creation; EEXIST at a replay is the trace of its first application."""
+        try:
+            return await work
+        except FsError as error:
+            if not replayed or error.errno != errno.EEXIST:
+                raise
+        return await self.filesystem.lookup(parent, name)
+
+    async def _gone(self, replayed: bool, work: Awaitable[None]) -> None:
+        """A removal or rename; ENOENT at a replay is the trace of its first application."""
+        try:
+            await work
+        except FsError as error:
+            if not replayed or error.errno != errno.ENOENT:
+                raise
 
     @handler
     async def mknod(
@@ -145,14 +184,20 @@ class Operations(pyfuse3.Operations):  # type: ignore[misc]
     ) -> EntryAttributes:
         kind = next((k for k, bits in KIND_BITS.items() if stat.S_IFMT(mode) == bits), "f")
         attrs = NewAttrs(stat.S_IMODE(mode) & ~ctx.umask, ctx.uid, ctx.gid)
-        return self._given(await self.filesystem.mknod(self._fid(parent_inode), name, kind, rdev, attrs))
+        parent = self._fid(parent_inode)
+        replayed = self._is_replay(wire.MKNOD, parent_inode, name)
+        work = self.filesystem.mknod(parent, name, kind, rdev, attrs)
+        return self._given(await self._made(replayed, parent, name, work))
 
     @handler
     async def symlink(
         self, parent_inode: int, name: bytes, target: bytes, ctx: pyfuse3.RequestContext
     ) -> EntryAttributes:
         attrs = NewAttrs(0o777, ctx.uid, ctx.gid)
-        return self._entry(await self.filesystem.symlink(self._fid(parent_inode), name, target, attrs))
+        parent = self._fid(parent_inode)
+        replayed = self._is_replay(wire.SYMLINK, parent_inode, name)
+        work = self.filesystem.symlink(parent, name, target, attrs)
+        return self._entry(await self._made(replayed, parent, name, work))
 
     @handler
     async def readlink(self, inode: int, ctx: pyfuse3.RequestContext) -> bytes:
@@ -166,20 +211,23 @@ class Operations(pyfuse3.Operations):  # type: ignore[misc]
 
     @handler
     async def unlink(self, parent_inode: int, name: bytes, ctx: pyfuse3.RequestContext) -> None:
-        await self.filesystem.unlink(self._fid(parent_inode), name)
+        replayed = self._is_replay(wire.UNLINK, parent_inode, name)
+        await self._gone(replayed, self.filesystem.unlink(self._fid(parent_inode), name))
 
     @handler
     async def rmdir(self, parent_inode: int, name: bytes, ctx: pyfuse3.RequestContext) -> None:
-        await self.filesystem.rmdir(self._fid(parent_inode), name)
+        replayed = self._is_replay(wire.RMDIR, parent_inode, name)
+        await self._gone(replayed, self.filesystem.rmdir(self._fid(parent_inode), name))
 
     @handler
     async def rename(
         self, parent_inode_old: int, name_old: bytes, parent_inode_new: int, name_new: bytes, flags: int,
         ctx: pyfuse3.RequestContext,
     ) -> None:  # fmt: skip
+        replayed = self._is_replay(wire.RENAME, parent_inode_old, name_old)
         async with self._waiters:
             old, new = self._fid(parent_inode_old), self._fid(parent_inode_new)
-            await self.filesystem.rename(old, name_old, new, name_new, flags)
+            await self._gone(replayed, self.filesystem.rename(old, name_old, new, name_new, flags))
 
     @handler
     async def setattr(
@@ -217,8 +265,11 @@ class Operations(pyfuse3.Operations):  # type: ignore[misc]
 
     @handler
     async def flush(self, fh: int) -> None:
+        handle = self._handles.get(fh)
+        if handle is None:
+            return  # ended in a former life
         async with self._waiters:
-            await self.filesystem.flush(self._handles[fh])
+            await self.filesystem.flush(handle)
 
     @handler
     async def fsync(self, fh: int, datasync: bool) -> None:
@@ -227,7 +278,9 @@ class Operations(pyfuse3.Operations):  # type: ignore[misc]
 
     @handler
     async def release(self, fh: int) -> None:
-        await self.filesystem.release(self._handles.pop(fh))
+        handle = self._handles.pop(fh, None)
+        if handle is not None:
+            await self.filesystem.release(handle)
 
     # ---- directories
     @handler

@@ -1,0 +1,58 @@
+"""Where staging lies: a tmpfs of its own as root, else a directory under /dev/shm.
+
+Role: base layer. ``cachexfs mount`` prepares it, because it must outlive the daemon and be there before the
+supervisor starts; the daemon gives it back after a clean end.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+
+from cachexfs import config
+from cachexfs.config import MountOptions
+
+HEADROOM_BYTES = 64 << 20
+
+
+def staging_directory(options: MountOptions) -> str:
+    """The staging directory of a mount."""
+    if options.staging is not None:
+        return options.staging
+    name = config.mount_id(options.mountpoint, options.node)
+    if os.geteuid() == 0:
+        return f"{options.runtime_dir or config.default_runtime_dir()}/staging/{name}"
+    return f"/dev/shm/cachexfs-{os.geteuid()}-{name}"
+
+
+def prepare(options: MountOptions) -> str:
+    """Make the staging directory; as root, mount a tmpfs on it unless one is there already. Returns it.
+
+    ``huge=within_size`` keeps 4 KiB files small and gives large ones huge pages. Where the kernel or the container
+    does not allow the mount, the directory is used as it is. Raises ``OSError``.
+    """
+    directory = staging_directory(options)
+    os.makedirs(directory, mode=0o700, exist_ok=True)
+    if options.staging is not None or os.geteuid() != 0 or os.path.ismount(directory):
+        return directory
+    size = options.memory + options.memory // 16 + HEADROOM_BYTES
+    for huge in (",huge=within_size", ""):
+        command = ["mount", "-t", "tmpfs", "-o", f"size={size},mode=0700{huge}", "cachexfs-staging", directory]
+        if subprocess.run(command, capture_output=True, check=False).returncode == 0:
+            break
+    return directory
+
+
+def release(options: MountOptions) -> None:
+    """Undo ``prepare``. A directory that the user gave, or that is not empty, stays."""
+    if options.staging is not None:
+        return
+    directory = staging_directory(options)
+    if os.path.ismount(directory):
+        subprocess.run(["umount", directory], capture_output=True, check=False)
+    try:
+        os.rmdir(directory)
+    except OSError as error:
+        if error.errno not in (errno.ENOTEMPTY, errno.EBUSY, errno.ENOENT):
+            raise
