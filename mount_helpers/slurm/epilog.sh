@@ -13,6 +13,9 @@ status=$?
 kept="on this node (staging below $run_dir${nvme:+, replicas in $nvme})"
 case $status in
   0)
+    # Everything is on the PFS: a staging that is still in use by an ending process may go.
+    awk -v below="$run_dir/" 'index($2, below) == 1 {print $2}' /proc/self/mounts |
+      while IFS= read -r staging; do umount -l "$staging"; done
     rm -rf --one-file-system -- "$run_dir"
     rmdir "$mountpoint" 2>/dev/null # so that nothing is written into a bare directory
     # Another node may have failed to drain what has its second copy here: keep it for a while.

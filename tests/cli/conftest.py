@@ -1,5 +1,6 @@
 """Fixtures of the command line's tests."""
 
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -42,3 +43,16 @@ def daemon(tmp_path: Path, runtime: Path, kernel: Path) -> Iterator[FakeDaemon]:
 @pytest.fixture
 def run(capfd: pytest.CaptureFixture[str]) -> Run:
     return Run(capfd)
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint that DCP itself wrote."""
+    import torch
+    import torch.distributed.checkpoint as dcp
+
+    path = tmp_path_factory.mktemp("dcp") / "step-1"
+    with warnings.catch_warnings():  # torch warns of no_dist
+        warnings.simplefilter("ignore")
+        dcp.save({"w": torch.arange(1000.0), "step": 1}, checkpoint_id=str(path), no_dist=True)
+    return path

@@ -5,7 +5,6 @@ import json
 import os
 import shutil
 import time
-import warnings
 from pathlib import Path
 
 import pytest
@@ -14,19 +13,6 @@ from cli_support import Run, list_mount
 from cachexfs.cli import bare, latest
 from cachexfs.cli.child import run_in_child
 from cachexfs.errors import CannotTellError, UsageError
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint that DCP itself wrote."""
-    import torch
-    import torch.distributed.checkpoint as dcp
-
-    path = tmp_path_factory.mktemp("dcp") / "step-1"
-    with warnings.catch_warnings():  # torch warns of no_dist
-        warnings.simplefilter("ignore")
-        dcp.save({"w": torch.arange(1000.0), "step": 1}, checkpoint_id=str(path), no_dist=True)
-    return path
 
 
 @pytest.fixture

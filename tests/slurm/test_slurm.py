@@ -151,6 +151,7 @@ echo "stage: $(getfattr --only-values -n user.cachex.stage "$SLURMD_NODENAME")"
         assert cluster.mounts(node) == []
         assert "drained-" in cluster.on_node(node, "ls", str(cluster.root / "local" / "nvme"))
         assert not cluster.on_node(node, "ls", str(cluster.mountpoint))
+    assert list((cluster.root / "jobs").iterdir()) == []
 
 
 def test_an_epilog_that_cannot_drain_says_so_and_keeps_node_and_data(cluster: Cluster) -> None:
