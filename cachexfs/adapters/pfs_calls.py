@@ -110,7 +110,7 @@ class PfsCalls:
         self._spawner: Spawner | None = None
         self._number = 0
 
-    async def run(self, task_status: trio.TaskStatus[None]) -> None:
+    async def run(self, *, task_status: trio.TaskStatus[None]) -> None:
         """Keep the children until cancelled."""
         self._spawner = Spawner(self._reap_orphan)
         try:

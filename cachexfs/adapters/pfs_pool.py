@@ -11,6 +11,7 @@ it prepared, renames whose answer was lost.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 from collections.abc import Callable
@@ -30,6 +31,8 @@ ABANDONED_MAX = 16
 META_WORKERS = 4
 META_WORKERS_MIN = 2
 PROBE_S = 30.0
+WATCH_EVERY_S = 10.0
+WATCH_DEADLINE_S_MIN = 0.5
 NOTES_MAX = 1000
 UNKNOWN_INO = -1
 
@@ -54,7 +57,8 @@ class PfsPool:
     Parameters: ``pfs_dir``; ``token`` what ``.cachexfs/id`` must hold, when it is known from an earlier mount (else
     the first call learns or makes it); ``drain_workers`` and ``meta_workers`` (at least 2) the children of the lanes;
     ``bandwidth_bytes_s`` for all copies to the PFS together, 0: no limit; ``abandoned_max`` stuck children at a time;
-    ``verify`` whether ``prepare`` reads back what has a digest.
+    ``verify`` whether ``prepare`` reads back what has a digest; ``watch_every_s`` how often ``state`` is made sure of,
+    0: by calls only.
     """
 
     def __init__(
@@ -67,11 +71,13 @@ class PfsPool:
         bandwidth_bytes_s: float = 0.0,
         abandoned_max: int = ABANDONED_MAX,
         verify: bool = False,
+        watch_every_s: float = WATCH_EVERY_S,
     ) -> None:
         identity = PfsIdentity(0, 0, token) if token else None
         workers = drain_workers, max(META_WORKERS_MIN, meta_workers)
         self._calls = PfsCalls(pfs_dir, identity, *workers, bandwidth_bytes_s, abandoned_max)
         self._verify = verify
+        self._watch_every_s = watch_every_s
         self._identifying = trio.Lock()
         self._confirmed = False
         self._parts: dict[str, list[str]] = {}  # by hidden name
@@ -81,7 +87,19 @@ class PfsPool:
 
     async def serve(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Keep the pool until cancelled: ``await nursery.start(pool.serve)``. Starts with a dead PFS, too."""
-        await self._calls.run(task_status)
+        async with trio.open_nursery() as nursery:
+            await nursery.start(self._calls.run)
+            task_status.started()
+            if self._watch_every_s:
+                nursery.start_soon(self._watch)
+
+    async def _watch(self) -> None:
+        """Probe now and then, so that ``state`` is true although nobody calls. One stuck probe is enough."""
+        while True:
+            await trio.sleep(self._watch_every_s)
+            if self._confirmed and not any(call.operation == "probe" for call in self.abandoned):
+                with contextlib.suppress(OSError, trio.TooSlowError):
+                    await self.probe(max(self._watch_every_s, WATCH_DEADLINE_S_MIN))
 
     @property
     def state(self) -> str:

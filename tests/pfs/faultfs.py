@@ -1,9 +1,9 @@
 """A loop-back FUSE filesystem that hangs or fails on command: the PFS of the tests.
 
 ``python faultfs.py BACKING MOUNTPOINT CONTROL``. While CONTROL holds a file ``hang-OP``, operation OP waits *before* it
-is carried out (so it is late, not lost); ``fail-OP`` holds an errno that OP answers. OP is a handler's name, or a
-handler's name and ``:`` and a file name to mean that name only. The kernel leaves a caller whose request has been
-taken in D state: SIGKILL does nothing to it, as with a real shared filesystem.
+is carried out (so it is late, not lost), and ``seen-OP`` appears when one begins to wait; ``fail-OP`` holds an errno that
+OP answers. OP is a handler's name, or a handler's name and ``:`` and a file name to mean that name only. The kernel
+leaves a caller whose request has been taken in D state: SIGKILL does nothing to it, as with a real shared filesystem.
 """
 
 from __future__ import annotations
@@ -36,8 +36,11 @@ class FaultFs(pyfuse3.Operations):
         for key in keys:
             if (self._control / f"fail-{key}").exists():
                 raise pyfuse3.FUSEError(int((self._control / f"fail-{key}").read_text()))
+        seen = False
         while any((self._control / f"hang-{key}").exists() for key in keys):
-            (self._control / f"seen-{op}").touch()
+            if not seen:
+                (self._control / f"seen-{op}").touch()
+                seen = True
             await trio.sleep(POLL_S)
 
     def _path(self, inode: int) -> str:

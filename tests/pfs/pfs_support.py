@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import zlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -59,6 +59,22 @@ class FaultMount:
     async def hanging(self, op: str) -> None:
         """Until some caller hangs in ``op``."""
         await until((self.control / f"seen-{op}").exists)
+
+
+async def hang_in(mount: FaultMount, op: str, call: Callable[[], Awaitable[object]]) -> None:
+    """Have ``op`` hang, make a call, and give it up once it hangs there. ``op`` goes on hanging."""
+    handler = op.partition(":")[0]
+    (mount.control / f"seen-{handler}").unlink(missing_ok=True)
+    mount.hang(op)
+
+    async def give_up() -> None:
+        await mount.hanging(handler)
+        nursery.cancel_scope.cancel()
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(give_up)
+        await call()
+        raise AssertionError(f"the call did not hang in {op}")
 
 
 def command(*words: str) -> None:

@@ -12,11 +12,12 @@ from pathlib import Path
 
 import pytest
 import trio
-from pfs_support import ATTRS, LONG_S, FaultMount, running, tmp_names
+from pfs_support import ATTRS, LONG_S, FaultMount, hang_in, running, tmp_names, until
 
 from cachexfs.adapters.pfs_pool import PfsPool
 
-SHORT_S = 0.3
+#: Long enough that the call has begun on a busy machine.
+DEADLINE_S = 3.0
 
 MakeMount = Callable[..., FaultMount]
 
@@ -42,7 +43,7 @@ async def test_a_hung_fsync_stops_neither_the_loop_nor_other_calls(fault_mount: 
 
         async def hung() -> None:
             try:
-                await pool.prepare(str(source), size, "h1", ATTRS, b"", 1.0)
+                await pool.prepare(str(source), size, "h1", ATTRS, b"", DEADLINE_S)
             except trio.TooSlowError as error:
                 outcomes.append(error)
 
@@ -73,10 +74,8 @@ async def test_at_most_so_many_processes_hang_and_then_calls_fail_at_once(fault_
     mount = fault_mount()
     async with running(PfsPool(str(mount.path), abandoned_max=3)) as pool:
         await pool.probe()
-        mount.hang("statfs")
         for _ in range(3):
-            with pytest.raises(trio.TooSlowError):
-                await pool.statvfs(SHORT_S)
+            await hang_in(mount, "statfs", lambda: pool.statvfs(LONG_S))
         with pytest.raises(OSError, match=r"hung.*docs/pfs\.md") as caught:
             await pool.stat(b"", LONG_S)
         assert caught.value.errno == errno.EIO
@@ -91,9 +90,7 @@ async def test_the_pool_ends_although_children_hang(fault_mount: MakeMount) -> N
     mount = fault_mount()
     async with running(PfsPool(str(mount.path))) as pool:
         await pool.probe()
-        mount.hang("statfs")
-        with pytest.raises(trio.TooSlowError):
-            await pool.statvfs(SHORT_S)
+        await hang_in(mount, "statfs", lambda: pool.statvfs(LONG_S))
         (stuck,) = pool.abandoned
     assert state_of(stuck.pid) == "D"
 
@@ -108,9 +105,7 @@ async def test_a_late_part_is_not_taken_for_the_new_one(fault_mount: MakeMount, 
     async with running(PfsPool(str(first.path))) as pool, running(PfsPool(str(second.path))) as other:
         await pool.probe()
         await other.probe()
-        first.hang("rename:h")
-        with pytest.raises(trio.TooSlowError):
-            await pool.prepare(str(source), size, "h", ATTRS, b"old", SHORT_S)
+        await hang_in(first, "rename:h", lambda: pool.prepare(str(source), size, "h", ATTRS, b"old", LONG_S))
         await other.prepare(str(new), size, "h", ATTRS, b"new", LONG_S, takeover=True)
         first.clear()
         await until_none_abandoned(pool)
@@ -125,9 +120,7 @@ async def test_a_late_landing_finds_nothing_after_a_takeover(fault_mount: MakeMo
     async with running(PfsPool(str(first.path))) as pool, running(PfsPool(str(second.path))) as other:
         await pool.prepare(str(source), 1000, "old", ATTRS, b"", LONG_S)
         await other.probe()
-        first.hang("rename:old")
-        with pytest.raises(trio.TooSlowError):
-            await pool.land("old", b"f", ATTRS, SHORT_S)
+        await hang_in(first, "rename:old", lambda: pool.land("old", b"f", ATTRS, LONG_S))
         await other.discard("old", LONG_S)
         await other.prepare(str(source), 2000, "new", ATTRS, b"", LONG_S)
         await other.land("new", b"f", ATTRS, LONG_S)
@@ -141,9 +134,7 @@ async def test_a_landing_whose_answer_was_lost_is_recognised(fault_mount: MakeMo
     mount = fault_mount()
     async with running(PfsPool(str(mount.path))) as pool:
         await pool.prepare(str(source), 1000, "h", ATTRS, b"", LONG_S)
-        mount.hang("fsyncdir")  # after the rename
-        with pytest.raises(trio.TooSlowError):
-            await pool.land("h", b"f", ATTRS, SHORT_S)
+        await hang_in(mount, "fsyncdir", lambda: pool.land("h", b"f", ATTRS, LONG_S))  # after the rename
         mount.clear()
         await until_none_abandoned(pool)
         assert (await pool.land("h", b"f", ATTRS, LONG_S)).size == 1000
@@ -159,9 +150,7 @@ async def test_a_landing_is_retried_while_the_first_attempt_hangs(fault_mount: M
     link.symlink_to(first.path)
     async with running(PfsPool(str(link))) as pool:
         await pool.prepare(str(source), 1000, "h", ATTRS, b"", LONG_S)
-        first.hang("rename:h")
-        with pytest.raises(trio.TooSlowError):
-            await pool.land("h", b"f", ATTRS, SHORT_S)
+        await hang_in(first, "rename:h", lambda: pool.land("h", b"f", ATTRS, LONG_S))
         link.unlink()
         link.symlink_to(second.path)
         with pytest.raises(OSError, match="abandoned land"):
@@ -183,9 +172,7 @@ async def test_a_path_with_an_abandoned_removal_stays_untouched(fault_mount: Mak
     (mount.backing / "d/f").write_bytes(b"old")
     async with running(PfsPool(str(mount.path))) as pool:
         await pool.prepare(str(source), 1000, "h", ATTRS, b"", LONG_S)
-        mount.hang("unlink:f")
-        with pytest.raises(trio.TooSlowError):
-            await pool.run("unlink", b"d/f", b"", None, SHORT_S)
+        await hang_in(mount, "unlink:f", lambda: pool.run("unlink", b"d/f", b"", None, LONG_S))
         for path in (b"d/f", b"d/f/below"):
             with pytest.raises(OSError, match="abandoned unlink") as caught:
                 await pool.land("h", path, ATTRS, LONG_S)
@@ -204,9 +191,7 @@ async def test_a_rename_whose_answer_was_lost_is_recognised(fault_mount: MakeMou
     (mount.backing / "b").write_bytes(b"b")
     async with running(PfsPool(str(mount.path))) as pool:
         await pool.probe()
-        mount.hang("fsyncdir")
-        with pytest.raises(trio.TooSlowError):
-            await pool.run("rename", b"a", b"b", None, SHORT_S)
+        await hang_in(mount, "fsyncdir", lambda: pool.run("rename", b"a", b"b", None, LONG_S))
         mount.clear()
         await until_none_abandoned(pool)
         await pool.run("rename", b"a", b"b", None, LONG_S)
@@ -219,9 +204,7 @@ async def test_a_name_is_not_prepared_while_its_late_removal_may_come(fault_moun
     mount = fault_mount()
     async with running(PfsPool(str(mount.path))) as pool:
         await pool.prepare(str(source), 1000, "h", ATTRS, b"", LONG_S)
-        mount.hang("unlink:h")
-        with pytest.raises(trio.TooSlowError):
-            await pool.discard("h", SHORT_S)
+        await hang_in(mount, "unlink:h", lambda: pool.discard("h", LONG_S))
         with pytest.raises(OSError, match="abandoned discard of this name") as caught:
             await pool.prepare(str(source), 1000, "h", ATTRS, b"", LONG_S)
         assert caught.value.errno == errno.EBUSY
@@ -234,10 +217,7 @@ async def test_a_cancelled_call_frees_its_place(fault_mount: MakeMount, source: 
     mount = fault_mount()
     async with running(PfsPool(str(mount.path), drain_workers=1)) as pool:
         await pool.probe()
-        mount.hang("fsync:h")
-        with trio.move_on_after(SHORT_S) as scope:
-            await pool.prepare(str(source), 1000, "h", ATTRS, b"", LONG_S)
-        assert scope.cancelled_caught
+        await hang_in(mount, "fsync:h", lambda: pool.prepare(str(source), 1000, "h", ATTRS, b"", LONG_S))
         assert len(pool.abandoned) == 1
         assert pool.state == "hung"  # killed, and still there
         await pool.prepare(str(source), 1000, "h2", ATTRS, b"", LONG_S)
@@ -249,16 +229,27 @@ async def test_a_cancelled_call_frees_its_place(fault_mount: MakeMount, source: 
 
 async def test_a_pfs_that_hangs_from_the_start(fault_mount: MakeMount) -> None:
     mount = fault_mount()
-    mount.hang("lookup")
     async with running(PfsPool(str(mount.path))) as pool:
-        with pytest.raises(trio.TooSlowError):
-            await pool.stat(b"", SHORT_S)
+        await hang_in(mount, "lookup", lambda: pool.stat(b"", LONG_S))
         assert pool.state == "hung"
         assert pool.identity is None
         mount.clear()
         await until_none_abandoned(pool)
         await pool.stat(b"", LONG_S)
         assert pool.identity is not None
+
+
+async def test_a_hang_and_its_end_are_noticed_although_nobody_calls(fault_mount: MakeMount) -> None:
+    mount = fault_mount()
+    async with running(PfsPool(str(mount.path), watch_every_s=0.05)) as pool:
+        await pool.probe()
+        mount.hang("lookup:.cachexfs")
+        await until(lambda: pool.state == "hung")
+        await trio.sleep(0.2)  # several times the interval: no second probe may join the first
+        assert len(pool.abandoned) == 1
+        mount.clear()
+        await until(lambda: pool.state == "ok")
+        await until_none_abandoned(pool)
 
 
 async def test_progress_keeps_a_slow_copy_alive(pfs_dir: Path, tmp_path: Path) -> None:

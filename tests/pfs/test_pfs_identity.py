@@ -65,7 +65,8 @@ async def test_nothing_is_written_beneath_an_unmounted_pfs(
 
 
 async def test_a_directory_in_its_place_is_refused_even_with_the_same_inode(pfs_dir: Path, source: Path) -> None:
-    """ext4 gives a new directory the number of the one just removed: only the token tells them apart."""
+    """ext4 gives a new directory the number of the one just removed: only the token tells them apart. Here the number
+    stays and the token goes."""
     async with running(PfsPool(str(pfs_dir))) as pool:
         identity = await pool.probe()
         shutil.rmtree(pfs_dir / ".cachexfs")

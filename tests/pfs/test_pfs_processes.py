@@ -115,7 +115,7 @@ async def test_a_stopped_child_is_replaced(pfs_dir: Path) -> None:
         assert pool.state == "hung"
         await pool.stat(b"", LONG_S)
         assert pool.state == "ok"
-        assert pool.abandoned == ()
+        await until(lambda: not pool.abandoned)
         assert running_pids([child.process.pid]) == []
 
 
