@@ -2,7 +2,7 @@
 
 ``python faultfs.py BACKING MOUNTPOINT CONTROL``. While CONTROL holds a file ``hang-OP``, operation OP waits *before* it
 is carried out (so it is late, not lost), and ``seen-OP`` appears when one begins to wait; ``fail-OP`` holds an errno
-that OP answers. OP is a handler's name, or a handler's name and ``:`` and a file name to mean that name only. The kernel
+that OP answers. OP is a handler's name, or one with ``:`` and a file name to mean that name only. The kernel
 leaves a caller whose request has been taken in D state: SIGKILL does nothing to it, as with a real shared filesystem.
 """
 
