@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import random
 import secrets
 import select
 import shutil
@@ -24,7 +25,7 @@ from cachexfs.adapters.catalogue_etcd import EtcdCatalogue
 from cachexfs.adapters.etcd_client import Endpoint, EtcdClient, EtcdUnreachableError, RangeAnswer
 from cachexfs.adapters.etcd_server import TXN_OPS_MAX, EtcdServer, Member
 from cachexfs.adapters.job_tls import JobAuthority, TlsFiles
-from cachexfs.core.records import ROOT_FID, Dirent, Inode, Life, dirent_key, inode_key
+from cachexfs.core.records import FID_STEP, ROOT_FID, Dirent, Inode, Life, Op, dirent_key, inode_key, op_key
 from cachexfs.core.replica import Tx
 from cachexfs.engine.interfaces import Catalogue
 from cachexfs.errors import FsError, enoent
@@ -266,6 +267,61 @@ def remover(key: bytes) -> Callable[[Tx], None]:
         tx.delete(key)
 
     return remove
+
+
+class RandomWork:
+    """Random transactions over a few keys from several workers, and the check that some order explains them."""
+
+    def __init__(self, seed: int) -> None:
+        self.rng = random.Random(seed)
+        self.fids = [(20 + i) * FID_STEP for i in range(12)]
+        self.returned: list[bytes] = []
+        self.refused = 0
+        self._read: dict[bytes, dict[int, int | None]] = {}
+        self._wrote: dict[bytes, dict[int, int | None]] = {}
+
+    async def run(self, node: Catalogue, worker: int, count: int) -> None:
+        for step in range(count):
+            try:
+                self.returned.append(await node.mutate(self._transaction(worker, 1000 * worker + step)))
+            except FsError:
+                self.refused += 1
+
+    def _transaction(self, worker: int, number: int) -> Callable[[Tx], bytes]:
+        rng = self.rng
+        looks, changes = rng.sample(self.fids, rng.randint(1, 3)), rng.sample(self.fids, rng.randint(0, 3))
+        gone, refuse = rng.random() < 0.3, rng.random() < 0.1
+        key = op_key(f"{worker}-{number:06}")
+
+        def function(tx: Tx) -> bytes:
+            seen = {fid: (found.size if (found := tx.inode(fid)) else None) for fid in looks}
+            if tx.peek(key) is not None:
+                raise AssertionError("this transaction has been applied already")
+            tx.put(key, Op("put", b"", str(worker)))
+            for fid in changes:
+                if gone:
+                    tx.delete(inode_key(fid))
+                else:
+                    tx.put(inode_key(fid), inode(number))
+            if refuse:
+                raise FsError(errno.EPERM)
+            self._read[key] = seen
+            self._wrote[key] = {fid: None if gone else number for fid in changes}
+            return key
+
+        return function
+
+    def check(self, node: Catalogue) -> None:
+        """Replays all on a dict, in the order of their revisions."""
+        order = [key for key, _, _ in node.view.ops()]
+        assert sorted(order) == sorted(self.returned)
+        model: dict[int, int | None] = {}
+        for key in order:
+            for fid, size in self._read[key].items():
+                assert model.get(fid) == size, key
+            model.update(self._wrote[key])
+        there = {fid: size for fid, size in model.items() if size is not None}
+        assert there == {fid: size_of(node, fid) for fid in self.fids if node.view.inode(fid)}
 
 
 # ---- a proxy between a client and one member, in the clear

@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import errno
-import random
-from collections.abc import Callable
 
 import pytest
 import trio
-from catalogue_support import World, adder, creator, finder, inode, namer, remover, size_of
+from catalogue_support import RandomWork, World, adder, creator, finder, inode, namer, remover, size_of
 
 from cachexfs.core.records import (
     FID_STEP,
     ROOT_FID,
     AnyRecord,
     Dirent,
-    Op,
     dirent_key,
     dirent_prefix,
     inode_key,
-    op_key,
 )
 from cachexfs.core.replica import Tx
 from cachexfs.errors import FsError
@@ -284,59 +280,12 @@ async def test_a_node_that_starts_again_finds_everything(world: World) -> None:
 @pytest.mark.parametrize("seed", [1, 2])
 async def test_a_thousand_random_transactions_are_serialisable(world: World, seed: int) -> None:
     """Replayed in the order of revisions on a plain dict, each had read what the dict holds."""
-    rng = random.Random(seed)
-    fids = [(20 + i) * FID_STEP for i in range(12)]
-    read: dict[bytes, dict[int, int | None]] = {}
-    wrote: dict[bytes, dict[int, int | None]] = {}
-
-    def transaction(number: int, node: int) -> Callable[[Tx], bytes]:
-        looks, changes = rng.sample(fids, rng.randint(1, 3)), rng.sample(fids, rng.randint(0, 3))
-        gone, refuse = rng.random() < 0.3, rng.random() < 0.1
-        key = op_key(f"{node}-{number:06}")
-
-        def function(tx: Tx) -> bytes:
-            seen = {fid: (found.size if (found := tx.inode(fid)) else None) for fid in looks}
-            tx.put(key, Op("put", b"", str(node)))
-            for fid in changes:
-                if gone:
-                    tx.delete(inode_key(fid))
-                else:
-                    tx.put(inode_key(fid), inode(number))
-            if refuse:
-                raise FsError(errno.EPERM)
-            read[key] = seen
-            wrote[key] = {fid: None if gone else number for fid in changes}
-            return key
-
-        return function
-
+    work = RandomWork(seed)
     async with world.nodes(2) as nodes:
-        returned: list[bytes] = []
-        refused = 0
-
-        async def work(node: int, worker: int) -> None:
-            nonlocal refused
-            for step in range(125):
-                number = 1000 * worker + step
-                try:
-                    returned.append(await nodes[node].mutate(transaction(number, node)))
-                except FsError:
-                    refused += 1
-
         async with trio.open_nursery() as nursery:
             for worker in range(8):
-                nursery.start_soon(work, worker % 2, worker)
-        await nodes[0].barrier()
-        order = [key for key, _, _ in nodes[0].view.ops()]
-        assert sorted(order) == sorted(returned)
-        assert len(order) + refused == 1000
-        model: dict[int, int | None] = {}
-        for key in order:
-            for fid, size in read[key].items():
-                assert model.get(fid) == size, key
-            model.update(wrote[key])
-        await nodes[1].barrier()
+                nursery.start_soon(work.run, nodes[worker % 2], worker, 125)
         for node in nodes:
-            assert {fid: size for fid, size in model.items() if size is not None} == {
-                fid: size_of(node, fid) for fid in fids if node.view.inode(fid)
-            }
+            await node.barrier()
+            work.check(node)
+    assert len(work.returned) + work.refused == 1000

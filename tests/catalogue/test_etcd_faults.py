@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import random
 import signal
 
 import pytest
@@ -13,6 +14,7 @@ from catalogue_support import (
     EtcdCluster,
     Fate,
     Proxy,
+    RandomWork,
     adder,
     creator,
     finder,
@@ -187,6 +189,35 @@ async def test_a_lost_barrier_is_repeated(clear_member: EtcdCluster) -> None:
             await client.barrier()
             assert client.outage_s == 0
         nursery.cancel_scope.cancel()
+
+
+@pytest.mark.parametrize("seed", range(3))
+async def test_random_transactions_are_serialisable_over_bad_connections(clear_member: EtcdCluster, seed: int) -> None:
+    """One node's answers are lost, its requests late, its watch silent, at random; requests that are late arrive."""
+    proxy = Proxy(clear_member.endpoints[0])
+    work = RandomWork(seed)
+    rng = random.Random(seed)
+    kinds = [Fate.LOSE_ANSWER] * 2 + [Fate.DELAY_REQUEST] * 3
+    async with trio.open_nursery() as nursery:
+        await nursery.start(proxy.run)
+        bad = make_client([proxy.endpoint], None, f"random-{seed}", "n0")
+        good = clear_member.client(f"random-{seed}", "n1")
+        async with running(good, bad):
+            proxy.fates[TXN] = [rng.choice(kinds) if rng.random() < 0.4 else Fate.PASS for _ in range(30)]
+            proxy.fates[RANGE] = [rng.choice(kinds) if rng.random() < 0.3 else Fate.PASS for _ in range(10)]
+            async with trio.open_nursery() as workers:
+                for worker in range(6):
+                    workers.start_soon(work.run, (bad, good)[worker % 2], worker, 25)
+                await trio.sleep(0.5)
+                proxy.silence(WATCH)
+                await trio.sleep(0.5)
+                proxy.release()
+            for node in (good, bad):
+                await node.barrier()
+                work.check(node)
+        nursery.cancel_scope.cancel()
+    assert sum(fate is not Fate.PASS for fate in proxy.met) > 5
+    assert len(work.returned) + work.refused == 150
 
 
 # ---- limits
