@@ -32,7 +32,8 @@ from cachexfs.supervisor.status import ask  # noqa: E402
 
 DAEMON = REPOSITORY / "tests" / "supervisor" / "plain_daemon.py"
 MIB = 1 << 20
-BLOCK = 8 * MIB
+#: What one write(2) carries: tensors are written whole. The kernel asks once per write(2) for capabilities.
+BLOCK = 32 * MIB
 SMALL = b"x" * 4096
 READY_S_MAX = 20.0
 PAUSE_KILLS = 5
@@ -85,7 +86,8 @@ def mounted(name: str, base: Path, staging: Path, *, passthrough: str | None) ->
         command = [sys.executable, "-m", "cachexfs.supervisor", "--mountpoint", str(point), "--status-socket", status]
         command += ["--backing-dir", str(root), "--passthrough", passthrough, "--", *daemon]
     env = {**os.environ, "PLAIN_ROOT": str(root), "PLAIN_DIRECT": "1"}
-    process = subprocess.Popen(command, cwd=REPOSITORY, env=env)
+    # A session of its own on both sides: where the scheduler groups by session, they are treated alike.
+    process = subprocess.Popen(command, cwd=REPOSITORY, env=env, start_new_session=True)
     try:
         _wait(lambda: os.path.ismount(point), f"{name} mounted")
         os.listdir(point)

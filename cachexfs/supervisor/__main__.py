@@ -16,7 +16,7 @@ from .lifecycle import EXIT_CANNOT_TELL, EXIT_USAGE, Limits
 from .run import Plan, Supervisor, log
 
 #: Saves two wake-ups of a sleeping process per request. Measure with ``bench/bench_supervisor.py``.
-_SPIN_US = 50.0
+_SPIN_US = 100.0
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -51,7 +51,7 @@ def _parser() -> argparse.ArgumentParser:
         help="largest read or write request; a message needs that much contiguous kernel memory",
     )
     parser.add_argument(
-        "--spin-us", type=float, default=_SPIN_US, help="poll this long after a small request before sleeping"
+        "--spin-us", type=float, default=_SPIN_US, help="poll this long after a message before sleeping"
     )
     for name, value, text in (
         ("start", defaults.start_s, "until a daemon is ready"),

@@ -10,6 +10,7 @@ Called by ``run``; calls ``Session`` for the few replies that are watched.
 from __future__ import annotations
 
 import errno
+import mmap
 import os
 import select
 import time
@@ -24,6 +25,8 @@ from .session import WATCHED, IncompatibleError, Session
 
 #: Requests up to this size are copied out of the read buffer; larger ones keep the buffer. Bytes.
 _COPY_BYTES_MAX = 32768
+#: One huge page; holds ``wire.MESSAGE_BYTES_MAX``.
+_BUFFER_BYTES = 2 << 20
 #: Buffers kept for reuse: what one burst of background writes needs.
 _POOL_MAX = 32
 _AGAIN = (errno.EAGAIN, errno.EINTR, errno.ENOENT)
@@ -36,6 +39,16 @@ _ERRNO_MAX = 511
 #: How long a turn may take under steady traffic, before deadlines and the others are looked at. Seconds.
 _TURN_S_MAX = 1.0
 _NO_MEMORY_S = 0.001
+
+
+def _new_buffer() -> mmap.mmap:
+    """Room for any message, on a huge page where the machine gives one: 5 % of the handler's write rate."""
+    buffer = mmap.mmap(-1, _BUFFER_BYTES)
+    try:
+        buffer.madvise(mmap.MADV_HUGEPAGE)
+    except OSError:
+        pass  # a kernel without transparent huge pages
+    return buffer
 
 
 class Pump:
@@ -51,11 +64,10 @@ class Pump:
         self._ids: dict[int, int] = {}
         self._next_id = 1
         self._outgoing: deque[bytes | memoryview] = deque()
-        self._pool: list[bytearray] = []
-        self._request_view = memoryview(bytearray(wire.MESSAGE_BYTES_MAX))
-        self._reply_view = memoryview(bytearray(wire.MESSAGE_BYTES_MAX))
+        self._pool: list[mmap.mmap] = []
+        self._request_view = memoryview(_new_buffer())
+        self._reply_view = memoryview(_new_buffer())
         self._spin_s = spin_s
-        self._is_small = False
         self._device_mask = 0
         self._peer_mask = 0
         self._notifier = Notifier(device_fd)
@@ -101,7 +113,7 @@ class Pump:
             if at >= until:
                 return []
             if events:
-                wait_s = 0.0 if spin_s and self._is_small else until - at
+                wait_s = 0.0 if spin_s else until - at
                 spin_until = at + spin_s
             elif at >= spin_until:
                 wait_s = until - at
@@ -213,13 +225,11 @@ class Pump:
             if opcode in IDENTIFIED:
                 self._identify(unique, view)
             request = bytes(view[:size])
-            self._is_small = True
         else:
-            self._is_small = False
             request = view[:size]
             if opcode not in wire.NO_REPLY:
                 pool = self._pool
-                self._request_view = memoryview(pool.pop() if pool else bytearray(wire.MESSAGE_BYTES_MAX))
+                self._request_view = memoryview(pool.pop() if pool else _new_buffer())
         if opcode in wire.NO_REPLY:
             if opcode == wire.INTERRUPT:
                 return
