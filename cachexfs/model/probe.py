@@ -231,11 +231,15 @@ class Pool:
         """One run; see ``Writers``. A writer that died counts as EIO."""
         start = time.monotonic() + START_DELAY_S + 0.0005 * count
         used = self._pipes[:count]
-        for index, pipe in enumerate(used):
-            name = "shared" if shared else f"w{index:05d}"
-            pipe.send((os.path.join(directory, name), index * size if shared else 0, size, start))
         pending: set[Connection] = set(used)
         outcomes: list[Outcome] = []
+        for index, pipe in enumerate(used):
+            name = "shared" if shared else f"w{index:05d}"
+            try:
+                pipe.send((os.path.join(directory, name), index * size if shared else 0, size, start))
+            except OSError:  # that writer is dead
+                pending.discard(pipe)
+                outcomes.append(Outcome(0.0, errno.EIO))
         deadline = start + seconds_max
         while pending:
             ready = [p for p in wait(list(pending), max(0.0, deadline - time.monotonic())) if isinstance(p, Connection)]

@@ -178,7 +178,7 @@ def test_kappa() -> None:
 
 
 def test_delay_distribution_is_consistent() -> None:
-    for d in (Delay(20.0, 0.5, 0.1), Delay.of(np.array([3.0, 9.0, 20.0, 50.0]), 0.1)):
+    for d in (Delay(20.0, 0.5, 0.1), Delay.of(np.array([3.0, 9.0, 20.0, 50.0, 80.0]), 0.1)):
         drawn = d.draw(np.random.default_rng(1), 100_000)
         assert np.mean(np.isinf(drawn)) == pytest.approx(0.1, abs=0.005)
         reached = drawn[np.isfinite(drawn)]
