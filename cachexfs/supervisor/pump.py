@@ -65,7 +65,7 @@ class Pump:
         self._next_id = 1
         self._outgoing: deque[bytes | memoryview] = deque()
         self._pool: list[mmap.mmap] = []
-        self._request_view = memoryview(_new_buffer())
+        self._request_view: memoryview | None = None
         self._reply_view = memoryview(_new_buffer())
         self._spin_s = spin_s
         self._device_mask = 0
@@ -207,6 +207,9 @@ class Pump:
     def on_device(self) -> None:
         """The device is readable: one request."""
         view = self._request_view
+        if view is None:  # the last request stays in its buffer; the one freed last is still in the CPU's cache
+            pool = self._pool
+            view = self._request_view = memoryview(pool.pop() if pool else _new_buffer())
         try:
             size = os.readv(self._device, (view,))
         except OSError as error:
@@ -228,8 +231,7 @@ class Pump:
         else:
             request = view[:size]
             if opcode not in wire.NO_REPLY:
-                pool = self._pool
-                self._request_view = memoryview(pool.pop() if pool else _new_buffer())
+                self._request_view = None
         if opcode in wire.NO_REPLY:
             if opcode == wire.INTERRUPT:
                 return
