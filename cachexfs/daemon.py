@@ -70,6 +70,7 @@ log = logging.getLogger("cachexfs.daemon")
 PFS_PROBE_S = 20.0
 CLOCK_INTERVAL_S = 30.0
 ETCD_MEMBERS_MAX = 3
+DEPART_S = 5.0
 ALONE_TIMEOUT_S = 60.0  # kernel caching of names and attributes where nobody else can change them
 
 
@@ -155,10 +156,11 @@ class Daemon:
             open_files = {h.node // FID_STEP * FID_STEP: h.node for h in handles if not h.is_dir}
             await recover.adopt(node, parts.keeper, parts.files, open_files)
             parts.drainer.load()
-            for task in (parts.replicator.run, parts.drainer.run, parts.keeper.run, takeover.run):
+            for task in (parts.replicator.run, parts.drainer.run, parts.keeper.run, takeover.run, parts.files.watch):
                 services.start_soon(task)
             services.start_soon(self._keep_clock, node)
             await self._serve(services, parts, completeness)
+            await self._depart(catalogue)
             services.cancel_scope.cancel()
         await self._end(catalogue)
         return self.exit_code
@@ -182,7 +184,8 @@ class Daemon:
             if options.node in [m.name for m in members]:
                 self.etcd = EtcdServer(members, options.node, directory / "etcd", options.job, tls)
                 await services.start(self.etcd.run, lambda text: log.error("%s", text))
-            members.sort(key=lambda m: m.name != options.node)
+            turn = [n.name for n in options.nodes].index(options.node) % len(members)
+            members = sorted(members[turn:] + members[:turn], key=lambda m: m.name != options.node)
             endpoints = [Endpoint(m.host, m.client_port) for m in members]
             context, operations = tls.client_context(), TXN_OPS_MAX
         etcd = EtcdCatalogue(
@@ -203,15 +206,17 @@ class Daemon:
     async def _start_pfs(self, services: trio.Nursery, node: Node) -> None:
         if self.options.offline:
             return
+        token = self.staging.directory / "pfs-id"
         pool = PfsPool(
-            self.options.pfs, drain_workers=self.options.drain_workers, verify=self.options.verify,
+            self.options.pfs, token=token.read_text() if token.exists() else None,
+            drain_workers=self.options.drain_workers, verify=self.options.verify,
             bandwidth_bytes_s=self.options.drain_bandwidth or 0,
         )  # fmt: skip
         await services.start(pool.serve)
         node.pfs = pool
         try:
             with trio.fail_after(PFS_PROBE_S):
-                await pool.probe()
+                token.write_text((await pool.probe()).token)
         except (OSError, trio.TooSlowError) as error:
             why = error.strerror if isinstance(error, OSError) else "no answer"
             raise CannotTellError(
@@ -266,6 +271,7 @@ class Daemon:
         source.keeper, source.replicator = keeper, replicator
         node.members = completeness.members_of
         drainer.on_landed = keeper.landed
+        files.on_released = drainer.released
         for listener in (keeper.notice, replicator.notice, drainer.notice, takeover.notice):
             catalogue.listen(listener)
         attributes = Attributes(node, files, completeness)
@@ -349,8 +355,9 @@ class Daemon:
     async def _serve(self, services: trio.Nursery, parts: Parts, completeness: Completeness) -> None:
         options = self.options
         facts: dict[str, Any] = {
-            "mountpoint": options.mountpoint, "pfs": options.pfs, "kernel": "handler",
-            "kernel_reason": "reads and writes pass through the daemon",
+            "mountpoint": options.mountpoint, "pfs": options.pfs,
+            "kernel": "passthrough" if self._passes else "handler",
+            "kernel_reason": "" if self._passes else self._why_handler(),
             "supervisor": "off" if self.supervisor is None else "on",
             "catalogue": "builtin" if options.alone else "etcd",
         }  # fmt: skip
@@ -379,6 +386,18 @@ class Daemon:
             return
         if not control.stop_requested.is_set():
             await self._drain_unmounted(parts)
+
+    @property
+    def _passes(self) -> bool:
+        """Whether the kernel may read and write staged files itself."""
+        return self.supervisor is not None and self.supervisor.passthrough
+
+    def _why_handler(self) -> str:
+        if self.supervisor is None:
+            return "supervisor=off: nobody holds the privilege that passthrough needs"
+        return (
+            "passthrough=off" if self.options.passthrough == "off" else "not possible here; see the supervisor's status"
+        )
 
     def _mount(self, operations: Operations) -> None:
         options = self.options
@@ -480,6 +499,18 @@ class Daemon:
             await trio.sleep(0.1)
 
     # ---- end
+    async def _depart(self, catalogue: Catalogue) -> None:
+        """Leave the catalogue at once, and keep its member until the others have left too."""
+        if self._retired or not isinstance(catalogue, EtcdCatalogue):
+            return
+        with trio.move_on_after(DEPART_S):
+            try:
+                await catalogue.leave()
+            except CacheXError as error:
+                log.warning("left without a word to the catalogue: %s", error)
+            while catalogue.view.lives and self.exit_code == 0:  # noqa: ASYNC110
+                await trio.sleep(0.05)
+
     async def _end(self, catalogue: Catalogue) -> None:
         """After the unmount: with nothing left, the fast tiers are given back; else they are kept for recovery."""
         self.staging.close()
@@ -593,8 +624,6 @@ def main() -> int:
         filename=options.log_file, level=options.log_level.upper(),
         format="%(asctime)s %(levelname)s %(name)s: %(message)s",
     )  # fmt: skip
-    logging.getLogger("httpx").setLevel(logging.WARNING)
-    logging.getLogger("httpcore").setLevel(logging.WARNING)
     try:
         daemon = Daemon(options, answer)
         return trio.run(daemon.run)

@@ -50,7 +50,7 @@ def release(options: MountOptions) -> None:
         return
     directory = staging_directory(options)
     if os.path.ismount(directory):
-        subprocess.run(["umount", directory], capture_output=True, check=False)
+        subprocess.run(["umount", "-l", directory], capture_output=True, check=False)  # a child may still be ending
     try:
         os.rmdir(directory)
     except OSError as error:

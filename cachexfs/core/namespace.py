@@ -256,9 +256,8 @@ def rmdir(tx: Tx, ctx: Ctx, parent: int, name: bytes) -> int:
 
 
 def _require_empty(tx: Tx, fid: int) -> None:
-    if tx.children(fid):
+    if not tx.require_empty(dirent_prefix(fid)):
         raise FsError(errno.ENOTEMPTY)
-    tx.require_empty(dirent_prefix(fid))
 
 
 def _remove_directory(tx: Tx, fid: int) -> None:
@@ -472,6 +471,13 @@ def _issue_put(tx: Tx, ctx: Ctx, fid: int, path: bytes, gen: int, content: Conte
         target=content.target if is_pointer_name(name) else None, size=content.size, stage=content.stage,
     )  # fmt: skip
     _issue(tx, ctx, op)
+
+
+def complete(tx: Tx, fid: int, content: Generation, digest: bytes, tree: bytes) -> None:
+    """Digests of a generation that was published before they were known."""
+    now = tx.generation(fid)
+    if now is not None and now.gen == content.gen and now.stage == content.stage and not now.tree:
+        tx.put(generation_key(fid), msgspec.structs.replace(now, digest=digest, tree=tree))
 
 
 def close_created(tx: Tx, ctx: Ctx, fid: int) -> None:

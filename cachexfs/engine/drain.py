@@ -11,6 +11,7 @@ PFS is a child process (``Pfs``): a hung PFS holds tasks here, never the loop.
 
 from __future__ import annotations
 
+import errno
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -129,6 +130,8 @@ class Drainer:
         state = self._states.setdefault(key, _State())
         if state.running or key in self._runnable:
             return
+        if op.kind == OpKind.PUT and not op.cancelled and self.files.busy(op.fid):
+            return
         blocker = self.order.blocker(key)
         if blocker is not None and blocker != key:
             state.waiting_for = blocker
@@ -169,7 +172,8 @@ class Drainer:
             await trio.sleep(state.delay_s)
         finally:
             state.running = False
-            self._consider(key)
+            if op is None or op.kind != OpKind.PUT or not self.files.busy(op.fid):
+                self._consider(key)
 
     async def _show(self, key: bytes, op: Op, error: BaseException, delay_s: float) -> None:
         what = errno_name(error.errno) if isinstance(error, OSError) and error.errno else str(error)
@@ -197,8 +201,10 @@ class Drainer:
     async def _put(self, key: bytes, op: Op, state: _State) -> None:
         inode = self.node.catalogue.view.inode(op.fid)
         if op.cancelled or inode is None or self._superseded(key, op):
-            await self._finish(key)
+            await self._give_up(key, op, state)
             return
+        if self.files.busy(op.fid):
+            return  # its last close brings it back: see ``released``
         if not state.ready:
             async with self._copy_slots:
                 await self._prepare(op, inode)
@@ -208,16 +214,32 @@ class Drainer:
         current = self.node.catalogue.view.op(key)
         inode = self.node.catalogue.view.inode(op.fid)
         if current is None or current.cancelled or inode is None:
-            await self._finish(key)
+            await self._give_up(key, op, state)
             return
         assert self.node.pfs is not None
         try:
             async with self._meta_slots:
                 found = await self.node.pfs.land(self._hidden(op), op.path, self._attrs(inode), STALL_S)
-        except FileNotFoundError:
-            state.ready = False  # the temporary or the parent is gone: make it again and say so
+        except FileNotFoundError as error:
+            if error.errno == errno.ENODATA:  # the prepared file is gone: make it again and say so
+                state.ready = False
+                self._prepared.pop(self._hidden(op), None)
             raise
         await self._landed_put(key, op, inode, found)
+
+    async def _give_up(self, key: bytes, op: Op, state: _State) -> None:
+        """An operation need not land any more: its prepared file goes first."""
+        hidden = self._hidden(op)
+        if self.node.pfs is not None and (state.ready or hidden in self._prepared or state.delay_s):
+            await self.node.pfs.discard(hidden, STALL_S)
+        self._prepared.pop(hidden, None)
+        await self._finish(key)
+
+    def released(self, fid: int) -> None:
+        """A writer has closed a file: what waited for that may go on."""
+        for key, op in self.node.catalogue.view.ops_of(fid):
+            if op.kind == OpKind.PUT:
+                self._consider(key)
 
     def _superseded(self, key: bytes, op: Op) -> bool:
         """A later content of the same file is pending and nothing in between waits for this one."""
@@ -233,7 +255,7 @@ class Drainer:
             return
         source = "/dev/null" if not op.size else self.node.local_path(op.stage, op.size)
         if source is None:
-            raise FsError(5, f"no whole copy of generation {op.gen} on node {self.node.name}")
+            raise FsError(errno.EIO, f"no whole copy of generation {op.gen} on node {self.node.name}")
         assert self.node.pfs is not None
         record = msgspec.msgpack.encode(
             {"path": op.path, "fid": op.fid, "gen": op.gen, "size": op.size, "mode": inode.mode, "uid": inode.uid,

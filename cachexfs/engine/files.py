@@ -17,6 +17,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import trio
@@ -33,6 +34,8 @@ from cachexfs.errors import CacheXError, CatalogueUnavailableError, FsError
 log = logging.getLogger(__name__)
 
 POINTER_BYTES_MAX = 4096
+WATCH_INTERVAL_S = 0.05
+PASS_ROOM_BYTES_MIN = 256 << 20  # what a passed writer may write between two looks, with something to spare
 WRITABLE = os.O_WRONLY | os.O_RDWR
 UNWRITABLE = 1 << 62  # as ``sealed``: every write continues in a private copy
 
@@ -57,6 +60,8 @@ class Vnode:
     mtime_ns: int = 0
     mtime_version: int = -1
     removed: bool = False
+    passed: int = 0  # open handles whose writes the kernel puts into ``fd`` without asking
+    seen: tuple[int, int] = (0, 0)  # size and mtime of ``fd`` when its changes were last counted
     synced: Synced | None = None
     digested: tuple[int, int, tuple[bytes, bytes, list[bytes]]] | None = None
     change_lock: trio.Lock = field(default_factory=trio.Lock)
@@ -80,6 +85,7 @@ class Handle:
     vnode: Vnode
     flags: int
     wrote: bool = False
+    passed: bool = False
 
     @property
     def writable(self) -> bool:
@@ -95,7 +101,7 @@ class Files:
         self.source = source
         self._by_ino: dict[int, Vnode] = {}
         self._current: dict[int, Vnode] = {}
-        self.room_wanted = trio.Event()
+        self.on_released: Callable[[int], None] = lambda fid: None
 
     # ---- vnodes
     def vnode(self, fid: int) -> Vnode:
@@ -198,7 +204,7 @@ class Files:
             vnode.content = Generation(0, os.fstat(vnode.fd).st_size, b"", b"", stage, self.node.name)
         self._by_ino[ino] = self._current[fid] = vnode
 
-    def reopen(self, ino: int, flags: int) -> Handle:
+    def reopen(self, ino: int, flags: int, *, passed: bool) -> Handle:
         """A handle that an application has held since before this daemon's life. Raises ``FsError`` ESTALE, EIO."""
         try:
             vnode = self.by_ino(ino)
@@ -207,6 +213,8 @@ class Files:
             self._by_ino[ino] = vnode
         handle = self.open(vnode, flags)
         handle.wrote = handle.writable and vnode.dirty
+        if passed and handle.writable and (vnode.fd >= 0 or self._open_local(vnode)):
+            self.passed_on(handle)
         return handle
 
     def keep_pages(self, vnode: Vnode) -> bool:
@@ -219,19 +227,97 @@ class Files:
     async def release(self, handle: Handle) -> None:
         """The last reference to a handle is gone: publish what came after the last FLUSH."""
         vnode = handle.vnode
+        self.refresh(vnode)
         if handle.writable:
             vnode.writers -= 1
-        vnode.handles -= 1
+        if handle.passed:
+            vnode.passed -= 1
         try:
             if vnode.dirty and (handle.wrote or vnode.writers == 0):
                 await self.publish(vnode)
+            if handle.passed and not vnode.passed:
+                await self._complete(vnode)
         finally:
+            vnode.handles -= 1
             self._drop_if_idle(vnode)
+            if handle.writable:
+                self.on_released(vnode.fid)
+
+    # ---- passthrough: the kernel reads and writes the staging file itself
+    def backing(self, handle: Handle) -> int | None:
+        """Descriptor that may back a handle, None when its I/O must come here.
+
+        A writer's: of a new file that nobody else has open, with room to spare. A reader's: of a whole, clean,
+        staged content.
+        """
+        vnode, staging = handle.vnode, self.node.staging
+        if vnode.removed:
+            return None
+        if not handle.writable:
+            clean = not vnode.dirty and not vnode.passed and vnode.content.size > 0
+            return vnode.fd if clean and (vnode.fd >= 0 or self._open_local(vnode)) and vnode.stage else None
+        fresh = vnode.content.open and not vnode.dirty and vnode.fd < 0 and vnode.handles == 1
+        if not fresh or staging.limit_bytes - staging.used_bytes < PASS_ROOM_BYTES_MIN:
+            return None
+        vnode.stage = self.source.new_stage(vnode.fid, vnode.content.gen + 1)
+        vnode.fd = staging.create(vnode.stage)
+        vnode.seen = self._look(vnode.fd)
+        return vnode.fd
+
+    def passed_on(self, handle: Handle) -> None:
+        """The kernel will serve this handle."""
+        if handle.writable:
+            handle.passed = True
+            handle.vnode.passed += 1
+
+    @staticmethod
+    def _look(fd: int) -> tuple[int, int]:
+        found = os.fstat(fd)
+        return found.st_size, found.st_mtime_ns
+
+    def refresh(self, vnode: Vnode) -> None:
+        """Count changes that the kernel has made to the staging file of a passed handle."""
+        if not vnode.passed or vnode.fd < 0:
+            return
+        seen = self._look(vnode.fd)
+        if seen != vnode.seen:
+            vnode.seen = seen
+            vnode.version += 1
+            vnode.mtime_ns = seen[1]
+            self.node.staging.recount(vnode.stage, vnode.fd)
+
+    def busy(self, fid: int) -> bool:
+        """Whether a writer may still change the staged bytes of the file's newest generation."""
+        vnode = self._current.get(fid)
+        return vnode is not None and (vnode.passed > 0 or (vnode.content.open and vnode.writers > 0))
+
+    async def watch(self) -> None:
+        """Follow files that grow without asking: send ahead, make room. Until cancelled."""
+        while True:
+            await trio.sleep(WATCH_INTERVAL_S)
+            for vnode in [v for v in self._by_ino.values() if v.passed and not v.removed]:
+                before = vnode.version
+                self.refresh(vnode)
+                if vnode.version != before:
+                    self.source.grown(vnode)
+                    self.source.make_room(PASS_ROOM_BYTES_MIN)
+
+    async def _complete(self, vnode: Vnode) -> None:
+        """The last passed writer is gone: the published bytes are final, their digests can be told."""
+        content = vnode.content
+        if vnode.dirty or vnode.removed or content.tree or not content.size or vnode.fd < 0:
+            return
+        digest, tree, _ = await self.node.digests(vnode.fd, content.size)
+        await self.node.catalogue.mutate(lambda tx: namespace.complete(tx, vnode.fid, content, digest, tree))
+        generation = self.node.catalogue.view.generation(vnode.fid)
+        if generation is not None and generation.gen == content.gen:
+            vnode.content = generation
 
     # ---- writing
     async def write(self, handle: Handle, offset: int, data: bytes) -> int:
         """Put bytes into the staging file; returns how many. Raises ENOSPC at the deadline for room."""
         vnode = handle.vnode
+        self.refresh(vnode)
         if vnode.fd < 0 or offset < vnode.sealed or not vnode.dirty or vnode.change_lock.locked():
             await self._begin(vnode, offset)
         staging = self.node.staging
@@ -246,11 +332,14 @@ class Files:
         vnode.version += 1
         vnode.mtime_ns = self.node.clock.now_ns()
         self.node.staging.recount(vnode.stage, vnode.fd)
+        if vnode.passed:
+            vnode.seen = self._look(vnode.fd)
         if not vnode.removed:
             self.source.grown(vnode)
 
     async def truncate(self, vnode: Vnode, size: int) -> None:
         """ftruncate. Growing leaves a hole."""
+        self.refresh(vnode)
         if size == vnode.size:
             return
         await self._begin(vnode, size, keep=size)
@@ -267,8 +356,8 @@ class Files:
             if first and vnode.content.size and not vnode.removed:
                 ctx = self.node.ctx()
                 await self.node.catalogue.mutate(lambda tx: namespace.begin_change(tx, ctx, vnode.fid))
-            if vnode.fd >= 0 and offset >= vnode.sealed:
-                return
+            if vnode.fd >= 0 and (vnode.passed or offset >= vnode.sealed):
+                return  # passed writers have this very file: drains and replicas wait for their last close
             if vnode.fd < 0 and self._continue(vnode, offset):
                 return
             await self._copy_up(vnode, keep)
@@ -331,6 +420,7 @@ class Files:
     async def publish(self, vnode: Vnode) -> None:
         """Make what was written before this call visible everywhere (FLUSH). Raises ``FsError`` (EIO, ENOSPC)."""
         async with vnode.publish_lock:
+            self.refresh(vnode)
             if not vnode.dirty:
                 return
             if vnode.removed or self.node.catalogue.view.inode(vnode.fid) is None:
@@ -339,7 +429,13 @@ class Files:
             version, size = vnode.version, os.fstat(vnode.fd).st_size
             stage = vnode.stage
             vnode.sealed = max(vnode.sealed, size)
-            digest, tree, _ = await self._digests(vnode, version, size)
+            if vnode.passed and (vnode.digested is None or vnode.digested[:2] != (version, size)):
+                digest, tree = (
+                    b"",
+                    b"",
+                )  # told once the last writer is gone: hashing would take half the time of writing
+            else:
+                digest, tree, _ = await self._digests(vnode, version, size)
             copies = self._copies(vnode, version, stage, size)
             content = Content(
                 size, digest, tree, stage if size else "", copies, vnode.mtime_ns, self._target(vnode, size)
@@ -372,6 +468,7 @@ class Files:
 
     async def snapshot(self, vnode: Vnode) -> tuple[int, int, tuple[bytes, bytes, list[bytes]]]:
         """(version, size, digests) of the bytes now in the staging file, for an fsync before publication."""
+        self.refresh(vnode)
         version, size = vnode.version, os.fstat(vnode.fd).st_size
         return version, size, await self._digests(vnode, version, size)
 
@@ -440,7 +537,8 @@ class Files:
     async def flush(self, handle: Handle) -> None:
         """FLUSH: publish this handle's writes, and a created file that stayed empty."""
         vnode = handle.vnode
-        if vnode.dirty and handle.wrote:
+        self.refresh(vnode)
+        if vnode.dirty and (handle.wrote or handle.passed):
             await self.publish(vnode)
         elif vnode.content.open and handle.writable and not vnode.dirty and not vnode.removed:
             ctx = self.node.ctx()
@@ -452,6 +550,7 @@ class Files:
         """Publish every unpublished content (before an unmount); returns what could not be, in words."""
         failed = []
         for vnode in list(self._by_ino.values()):
+            self.refresh(vnode)
             if vnode.dirty:
                 try:
                     await self.publish(vnode)

@@ -98,6 +98,8 @@ class Filesystem:
 
     def _attr(self, fid: int, inode: Inode, vnode: Vnode | None = None) -> Attr:
         view = self.node.catalogue.view
+        if vnode is not None:
+            self.files.refresh(vnode)
         if inode.kind == "d":
             times = view.dir_times(fid)
             mtime, ctime = (
@@ -338,6 +340,7 @@ class Filesystem:
         vnode = self.files.by_ino(ino)
         if inode is not None and vnode is self.files.known(vnode.fid):
             vnode = self.files.vnode(vnode.fid)
+        self.files.refresh(vnode)
         handle = self.files.open(vnode, flags)
         if flags & os.O_TRUNC and handle.writable and vnode.size:
             try:
@@ -370,6 +373,7 @@ class Filesystem:
     async def fsync(self, handle: Handle) -> None:
         """Wait until the bytes so far have the boundary that the option ``fsync`` names. EIO at the deadline."""
         vnode = handle.vnode
+        self.files.refresh(vnode)
         if vnode.removed:
             return
         wanted = self.node.options.fsync

@@ -156,6 +156,10 @@ class Pfs(Protocol):
         """
         ...
 
+    async def discard(self, hidden: str, deadline_s: float) -> None:
+        """Remove a prepared file and its record: it is not to land any more."""
+        ...
+
     async def land(self, hidden: str, path: bytes, attrs: PfsAttrs, deadline_s: float) -> PfsStat:
         """Rename a prepared file into place, set attributes, fsync the directory; returns the stat of the result."""
         ...

@@ -85,12 +85,24 @@ async def _adopt_one(node: Node, keeper: Keeper, stage: str, fid: int, gen: int)
             await node.catalogue.mutate(lambda tx: namespace.drop_copies(tx, ctx, fid, generation.gen, gone, why))
             log.error("%s: %s", stage, why)
             return
+        if generation.stage == stage and not generation.tree:
+            await _complete(node, stage, fid, generation)
         newer = size > generation.size if generation.stage == stage else gen > generation.gen
         if newer:
             await _publish(node, stage, fid, generation.gen, size)
             return
     if not keeper.referenced(stage):
         node.staging.remove(stage)
+
+
+async def _complete(node: Node, stage: str, fid: int, generation: rec.Generation) -> None:
+    """The daemon died between a publication and its digests."""
+    fd = node.staging.open_file(stage)
+    try:
+        digest, tree, _ = await node.digests(fd, generation.size)
+    finally:
+        os.close(fd)
+    await node.catalogue.mutate(lambda tx: namespace.complete(tx, fid, generation, digest, tree))
 
 
 async def _publish(node: Node, stage: str, fid: int, base: int, size: int) -> None:

@@ -89,7 +89,8 @@ class Replicator:
         if self.node.replica_count == 0 or self.node.peers is None:
             return []
         inode = self.node.catalogue.view.inode(fid)
-        if inode is None or not inode.size or inode.kind != "f":
+        content = self.node.catalogue.view.generation(fid)
+        if inode is None or content is None or not inode.size or not content.tree:
             return []
         holders = self.node.holders(inode)
         if not holders or holders[0] != self.node.name or len(holders) > self.node.replica_count:

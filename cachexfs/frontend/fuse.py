@@ -95,7 +95,7 @@ class Operations(pyfuse3.Operations):  # type: ignore[misc]
             if old.is_dir:
                 self._listings[old.fh] = (self._fid(old.node), None)
             else:
-                self._handles[old.fh] = self.files.reopen(old.node, old.flags)
+                self._handles[old.fh] = self.files.reopen(old.node, old.flags, passed=old.passthrough)
 
     def _is_replay(self, opcode: int, parent: int, name: bytes) -> bool:
         """Whether an operation may have been applied by a daemon that died before it answered."""
@@ -126,6 +126,11 @@ class Operations(pyfuse3.Operations):  # type: ignore[misc]
     def _register(self, handle: Handle) -> FileInfo:
         number, self._next_handle = self._next_handle, self._next_handle + 1
         self._handles[number] = handle
+        if self._supervisor is not None and self._supervisor.passthrough:
+            fd = self.files.backing(handle)
+            if fd is not None and self._supervisor.offer(number, fd):
+                self.files.passed_on(handle)
+                return FileInfo(fh=number)
         # A write-only handle cannot be mapped, and without pages a byte is copied once less.
         direct = handle.flags & os.O_ACCMODE == os.O_WRONLY
         keep = not direct and self.files.keep_pages(handle.vnode)
