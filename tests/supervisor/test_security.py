@@ -33,6 +33,7 @@ from cachexfs.supervisor.session import IncompatibleError, Session
 
 from .conftest import DAEMON, Mount, wait_until
 
+NOBODY = 65534
 BAD_DAEMON = Path(__file__).with_name("bad_daemon.py")
 
 
@@ -360,32 +361,74 @@ def test_only_sys_admin_is_left_and_no_child_inherits_it() -> None:
     assert done.stdout.split() == ["CapPrm:", "0" * 16, "65534"]
 
 
-def test_the_daemon_runs_as_the_user_and_passthrough_works(mount: Mount) -> None:
-    """The daemon's interpreter must be one that the other user can run: the system's, with our packages."""
+@pytest.fixture
+def for_others(mount: Mount) -> tuple[Mount, list[str]]:
+    """A mount below directories of another user, and a daemon command that this user can run.
+
+    The interpreter must be one that the other user can reach: the system's, with our packages.
+    """
     python = f"/usr/bin/python3.{sys.version_info.minor}"
     if not os.access(python, os.X_OK):
         pytest.skip("no interpreter that another user can run")
     staging = mount.root.parent
     staging.chmod(0o755)
-    for path in (mount.root, staging):
-        os.chown(path, 65534, 65534)
-    packages = os.pathsep.join(path for path in sys.path if path.endswith("site-packages"))
-    mount.start(
-        "--user",
-        "65534",
-        "--allow-other",
-        "--status-socket",
-        str(staging / "s"),
-        daemon=("/usr/bin/env", f"PYTHONPATH={packages}", python, str(DAEMON)),
-    )
-    mount.socket = staging / "s"
+    mount.point, mount.socket = staging / "mnt", staging / "status"
+    mount.point.mkdir()
+    for path in (staging, mount.root, mount.point):
+        os.chown(path, NOBODY, NOBODY)
+    packages = [path for path in sys.path if path.endswith("site-packages")]
+    paths = os.pathsep.join([str(DAEMON.parents[2]), *packages])
+    return mount, ["/usr/bin/env", f"PYTHONPATH={paths}", python]
+
+
+def test_the_daemon_runs_as_the_user_and_passthrough_works(for_others: tuple[Mount, list[str]]) -> None:
+    mount, python = for_others
+    mount.start("--user", str(NOBODY), "--allow-other", daemon=(*python, str(DAEMON)))
     wait_until(lambda: mount.phase() == "serving", "serves")
     (mount.point / "f").write_bytes(b"x" * 5000)
     assert (mount.point / "f").read_bytes() == b"x" * 5000
-    assert (mount.root / "f").stat().st_uid == 65534
+    assert (mount.root / "f").stat().st_uid == NOBODY
     daemon = Path(f"/proc/{mount.daemon_pid()}/status").read_text()
-    assert "Uid:\t65534\t65534\t65534\t65534" in daemon
+    assert f"Uid:\t{NOBODY}\t{NOBODY}\t{NOBODY}\t{NOBODY}" in daemon
     assert "CapPrm:\t0000000000000000" in daemon
+    supervisor = Path(f"/proc/{mount.status()['supervisor_pid']}/status").read_text()
+    assert f"CapPrm:\t{1 << 21:016x}" in supervisor
+    assert f"CapBnd:\t{1 << 21:016x}" in supervisor
     mount.kill_daemon()
     assert (mount.point / "f").read_bytes() == b"x" * 5000
     assert mount.umount() == 0
+
+
+WITHOUT_ROOT = """
+import os, sys
+os.setgroups([]); os.setgid(65534); os.setuid(65534)
+os.execv(sys.argv[1], sys.argv[1:])
+"""
+
+
+def test_without_root_everything_but_passthrough_works(for_others: tuple[Mount, list[str]]) -> None:
+    mount, python = for_others
+    (mount.root / "hello").write_bytes(b"x" * (3 << 20))
+    os.chown(mount.root / "hello", NOBODY, NOBODY)
+    command = [sys.executable, "-c", WITHOUT_ROOT, *python, "-m", "cachexfs.supervisor"]
+    command += ["--mountpoint", str(mount.point), "--status-socket", str(mount.socket)]
+    command += ["--backing-dir", str(mount.root), "--", *python, str(DAEMON)]
+    with mount.log.open("ab") as log:
+        mount.process = subprocess.Popen(
+            command, env={**os.environ, "PLAIN_ROOT": str(mount.root)}, stdout=log, stderr=log, cwd="/"
+        )
+    wait_until(lambda: mount.phase() == "serving", "serves")
+    status = mount.status()
+    assert status["passthrough_reason"] == "no CAP_SYS_ADMIN"
+    limit_bytes = 2 * int(Path("/proc/sys/net/core/wmem_max").read_text())
+    assert int(str(status["payload_bytes_max"])) <= min(limit_bytes, wire.PAYLOAD_BYTES_MAX)
+    mount.kill_daemon()
+    look = subprocess.run(
+        [sys.executable, "-c", WITHOUT_ROOT, "/usr/bin/wc", "-c", str(mount.point / "hello")],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert look.stdout.split()[0] == str(3 << 20)
+    assert mount.ask("stop") == {"said": "stopping"}
+    assert mount.wait() == 0
