@@ -41,7 +41,8 @@ class ClusterFactory:
     ) -> LocalCluster:
         root = Path(tempfile.mkdtemp(prefix=ROOT_PREFIX))
         root.chmod(0o755)
-        cluster = LocalCluster(root, nodes, options=options, namespaces=namespaces)
+        merged = {"supervisor": "off"} | dict(options or {})  # a killed daemon stays dead until the test remounts
+        cluster = LocalCluster(root, nodes, options=merged, namespaces=namespaces)
         self.made.append(cluster)
         cluster.create()
         if mounted:

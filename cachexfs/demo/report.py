@@ -33,7 +33,10 @@ class Saved(msgspec.Struct, frozen=True):
 
 
 class SourceRow(msgspec.Struct, frozen=True):
-    """One file at the restore: who wrote it, and bytes read by source, summed over the surviving nodes."""
+    """One file at the restore: who wrote it, and bytes fetched by source, summed over the surviving nodes.
+
+    A node fetches a block of 1 MiB once, however often its ranks read it.
+    """
 
     name: str
     node: str

@@ -27,6 +27,9 @@ STEPS_AFTER = 5
 SEED = 11
 OTHER_SEED = 12  # fresh ranks start from other weights: equality must come from the checkpoint
 SETTLE_TIMEOUT_S = 120.0
+NOTICE_TIMEOUT_S = 30.0
+POLL_S = 0.05
+CACHE = "survivors' caches"
 CHECKPOINT = f"ckpt/step-{STEPS_BEFORE_SAVE}"
 
 
@@ -131,6 +134,8 @@ class Scenario:
 
     def _restore(self, lost: int, digests: list[str]) -> None:
         survivors = [node.index for node in self.cluster.nodes if node.index != lost]
+        with self._doing("the survivors take new files and find the PFS unreachable"):
+            self._find_unreachable(survivors)
         before = self._sources(survivors)
         with self._doing(f"start {self.settings.ranks} fresh ranks on the survivors"):
             ranks = self._pool(OTHER_SEED)
@@ -161,6 +166,18 @@ class Scenario:
         if self.report.losses_resumed != self.report.losses_unbroken:
             raise DemoError("the resumed losses differ from the unbroken run's")
 
+    def _find_unreachable(self, survivors: list[int]) -> None:
+        """Give each survivor something to drain, and wait until it says that the PFS is not there."""
+        for index in survivors:
+            node = self.cluster.nodes[index]
+            (node.mountpoint / f"after-the-loss-{node.name}").write_text(f"written on {node.name} without a PFS\n")
+        deadline = time.monotonic() + NOTICE_TIMEOUT_S
+        for index in survivors:
+            while (state := self.cluster.status(index).pfs_state) == "ok":
+                if time.monotonic() > deadline:
+                    raise DemoError(f"{self.cluster.nodes[index].name} calls the PFS {state} though it is gone")
+                time.sleep(POLL_S)
+
     def _check_restored(self, restored: Restored) -> None:
         self._step = "compare the restored state"
         if restored.ranks_equal != restored.ranks:
@@ -169,6 +186,8 @@ class Scenario:
         if unread:
             raise DemoError(f"no survivor says where {', '.join(unread)} came from")
         gone = ("pfs", f"memory:{restored.lost}", f"nvme:{restored.lost}")
+        if "ok" in restored.pfs_states:
+            raise DemoError("a survivor calls the PFS ok though it is gone")
         wrong = [row.name for row in restored.files if any(source in row.sources for source in gone)]
         if wrong:
             raise DemoError(f"{', '.join(wrong)} came from what is said to be gone")
@@ -186,14 +205,17 @@ class Scenario:
         return total
 
     def _source_rows(self, before: dict[tuple[str, str], int], after: dict[tuple[str, str], int]) -> list[SourceRow]:
+        """What each file's bytes came from since ``before``. A file that was fetched only earlier came from a cache."""
         assert self.report.saved
-        read = {key: count - before.get(key, 0) for key, count in after.items()}
-        return [
-            SourceRow(
-                row.name, row.node, {source: n for (name, source), n in sorted(read.items()) if name == row.name and n}
-            )
-            for row in self.report.saved.files
-        ]
+        rows = []
+        for row in self.report.saved.files:
+            read = {
+                source: n - before.get((name, source), 0) for (name, source), n in after.items() if name == row.name
+            }
+            fetched = {source: n for source, n in sorted(read.items()) if n > 0}
+            earlier = sum(n for (name, _), n in before.items() if name == row.name)
+            rows.append(SourceRow(row.name, row.node, fetched or ({CACHE: earlier} if earlier else {})))
+        return rows
 
 
 def _check_claims(files: list[FileTimes], attributes: dict[str, str], ranks: int) -> None:

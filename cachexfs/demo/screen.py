@@ -92,11 +92,12 @@ class Screen:
         table = self._table(title)
         table.add_column("file")
         table.add_column("written on")
-        table.add_column("read from (MiB, all ranks)")
+        table.add_column("MiB that the survivors fetched, and from where")
         for label, node, rows in _grouped(restored.files):
             style = "yellow" if node == restored.lost else ""
             table.add_row(label, f"{node} (lost)" if node == restored.lost else node, _sources(rows), style=style)
         self.console.print(table)
+        self.console.print("[dim]What a node reads from its own memory is not fetched, and not counted.[/]")
         same = f"{restored.ranks_equal} of {restored.ranks} ranks have their state back to the bit"
         self._verdict(restored.ranks_equal == restored.ranks, f"{same}, in {restored.restore_ms:.0f} ms")
 

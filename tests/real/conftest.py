@@ -16,7 +16,7 @@ TEMPLATE_MIB = 3.0
 @pytest.fixture(scope="module")
 def alone(make_module_cluster: Callable[..., LocalCluster]) -> LocalCluster:
     """One mounted node; tests of a module share it."""
-    return make_module_cluster(1)
+    return make_module_cluster(1, {"supervisor": "auto"})
 
 
 @pytest.fixture
@@ -34,7 +34,7 @@ def mount(alone: LocalCluster, request: pytest.FixtureRequest) -> Path:
 @pytest.fixture(scope="module")
 def four(make_module_cluster: Callable[..., LocalCluster]) -> LocalCluster:
     """Four mounted nodes; tests of a module share them."""
-    return make_module_cluster(4)
+    return make_module_cluster(4, {"supervisor": "auto"})
 
 
 @pytest.fixture(scope="session")
