@@ -165,7 +165,9 @@ class Drainer:
                 state.delay_s, state.failed = 0.0, False
                 self.progress.errors.pop(key, None)
         except (CacheXError, OSError, trio.TooSlowError, FsError) as error:
-            assert op is not None
+            now = self.node.catalogue.view.op(key)
+            if op is None or now is None or now.cancelled:
+                return  # removed meanwhile, with its bytes: no error
             state.delay_s = min(max(state.delay_s * 2, RETRY_FIRST_S), RETRY_MAX_S)
             state.failed = True
             await self._show(key, op, error, state.delay_s)
