@@ -13,10 +13,13 @@ from collections.abc import Sequence
 
 from . import child, mount, passthrough, privileges, wire
 from .lifecycle import EXIT_CANNOT_TELL, EXIT_USAGE, Limits
-from .run import Plan, Supervisor, log
+from .plan import Plan, log
+from .run import Supervisor
 
 #: Saves two wake-ups of a sleeping process per request. Measure with ``bench/bench_supervisor.py``.
 _SPIN_US = 100.0
+#: A mount that lives shorter does not pay for a second process.
+_STANDBY_AFTER_S = 5.0
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -36,6 +39,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--standby", action="store_true", help="start the next daemon ahead: shorter pauses, one more process"
     )
+    parser.add_argument("--standby-after", type=float, default=_STANDBY_AFTER_S, metavar="S", help="then: when")
     parser.add_argument("--max-restarts", type=int, default=defaults.restarts_max, help="failures in a row")
     parser.add_argument(
         "--max-suspicions",
@@ -137,7 +141,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             backing_devices=devices,
             status_path=args.status_socket,
             ready_fd=args.ready_fd,
-            has_standby=args.standby,
+            standby_after_s=max(0.0, args.standby_after) if args.standby else None,
             spin_s=max(0.0, args.spin_us * 1e-6) if len(os.sched_getaffinity(0)) > 1 else 0.0,
         )
         return Supervisor(plan, os.environ).run()

@@ -11,17 +11,16 @@ import os
 import secrets
 import select
 import signal
-import sys
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from . import messages, mount
 from .child import Child
 from .control import Control
-from .lifecycle import EXIT_NOT_DURABLE, Lifecycle, Limits, Phase
+from .lifecycle import EXIT_NOT_DURABLE, Lifecycle, Phase
 from .messages import Event
 from .passthrough import Backings
+from .plan import Plan, log
 from .pump import Pump
 from .session import Session
 from .standby import Ahead
@@ -32,31 +31,9 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD)
 _STABLE_S = 5.0
 #: A hang counts as so many deaths: each costs the applications ``request_s``.
 _HANG_WEIGHT = 2
-#: When the next daemon is started ahead: after the present one has settled, or after a standby died. Seconds.
-_STANDBY_AFTER_S = 1.0
+_LOOKS = 4
+#: When the next standby is started after one died. Seconds.
 _STANDBY_AGAIN_S = 30.0
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """What to run: all of it from the command line, after mounting."""
-
-    mountpoint: str
-    device_fd: int
-    argv: tuple[str, ...]
-    limits: Limits
-    payload_bytes_max: int
-    no_passthrough: str
-    backing_devices: frozenset[int]
-    status_path: str | None
-    ready_fd: int | None
-    spin_s: float
-    has_standby: bool
-
-
-def log(text: str) -> None:
-    """One line on stderr."""
-    print(f"cachexfs.supervisor: {text}", file=sys.stderr, flush=True)
 
 
 class Supervisor:
@@ -80,7 +57,7 @@ class Supervisor:
         self._answered_at_start = 0
         self._served_s = 0.0
         self._suspicions: dict[int, int] = {}
-        self._oldest_seen = 0
+        self._oldest_seen = self._oldest_looks = 0
         self._given_up = 0
         self._started_s = time.monotonic()
         self._unmounter: mount.Unmounter | None = None
@@ -103,7 +80,7 @@ class Supervisor:
             signal.signal(number, lambda *_: None)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
         self._epoll.register(self._signal_fd, select.EPOLLIN)
-        self._life.deadlines["oldest"] = time.monotonic() + self._plan.limits.request_s / 2
+        self._check_oldest()
         self._start()
         while not (self._life.phase is Phase.ENDED and self._child is None):
             self._turn()
@@ -248,8 +225,8 @@ class Supervisor:
             log(f"daemon {self._child.pid if self._child else 0} serves (life {life.life})")
         if life.is_stop_wanted and self._child is not None:
             self._child.tell(Event.STOP)
-        elif self._plan.has_standby:
-            life.deadlines["standby"] = self._served_s + _STANDBY_AFTER_S
+        elif self._plan.standby_after_s is not None:
+            life.deadlines["standby"] = self._served_s + self._plan.standby_after_s
 
     # -- swapping ---------------------------------------------------------------------------------------
 
@@ -342,13 +319,17 @@ class Supervisor:
         )
 
     def _check_oldest(self) -> None:
+        """Look ``_LOOKS`` times per ``request_s`` whether the same request is still the oldest."""
         limits = self._plan.limits
-        self._life.deadlines["oldest"] = time.monotonic() + limits.request_s / 2
+        self._life.deadlines["oldest"] = time.monotonic() + limits.request_s / _LOOKS
         oldest = self._pump.oldest_unique
-        if oldest and oldest == self._oldest_seen and self._life.phase is Phase.SERVING:
-            self._suspect(_HANG_WEIGHT)
-            self._kill(f"a request has been without an answer for {limits.request_s / 2:g} s: the daemon hangs")
+        is_same = bool(oldest) and oldest == self._oldest_seen and self._life.phase is Phase.SERVING
+        self._oldest_looks = self._oldest_looks + 1 if is_same else 0
         self._oldest_seen = oldest
+        if self._oldest_looks >= _LOOKS:
+            self._oldest_looks = 0
+            self._suspect(_HANG_WEIGHT)
+            self._kill(f"a request has been without an answer for {limits.request_s:g} s: the daemon hangs")
 
     # -- what the user asks -----------------------------------------------------------------------------
 
@@ -363,7 +344,7 @@ class Supervisor:
             return "trying again"
         if life.phase is not Phase.SERVING or life.is_stop_wanted or self._is_swap_wanted:
             return "not now: " + str(life.phase.value)
-        if self._plan.has_standby:
+        if self._plan.standby_after_s is not None:
             # The new code is started before the old daemon ends: if it cannot start, nothing has happened.
             self._ahead.discard()
             self._is_swap_wanted = True

@@ -166,6 +166,8 @@ class Plain(pyfuse3.Operations):
         path = self.at(parent, name)
         if DIE and self.supervisor is not None:
             self.applied("id", (self.supervisor.request_id(ctx.pid), self.supervisor.is_replay(ctx.pid)))
+        if name == b"poke" and self.supervisor is not None:
+            pyfuse3.invalidate_entry(parent, b"none")
         replayed = self.take(wire.MKDIR, parent, name)
         try:
             os.mkdir(path, mode & 0o7777)
@@ -356,6 +358,8 @@ class Plain(pyfuse3.Operations):
 
     async def setxattr(self, node, name, value, ctx):
         os.setxattr(self.path(node), name, value)
+        if name == b"user.poke":
+            pyfuse3.invalidate_inode(node)
 
     async def getxattr(self, node, name, ctx):
         try:

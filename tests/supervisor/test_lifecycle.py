@@ -218,7 +218,7 @@ def test_sighup_swaps_the_daemon(mount: Mount) -> None:
 
 
 def test_a_standby_takes_over(mount: Mount) -> None:
-    mount.up("--standby")
+    mount.up("--standby", "--standby-after", "0.1")
     wait_until(lambda: mount.status()["standby_is_warm"] is True, "a standby waits")
     standby = mount.status()["standby_pid"]
     (mount.point / "f").write_bytes(b"x")
@@ -259,6 +259,21 @@ def test_what_is_no_directory_is_refused_in_one_line(mount: Mount, tmp_path: Pat
     assert mount.wait() == EXIT_CANNOT_TELL
     assert mount.said().count("\n") == 1
     assert "missing" in mount.said()
+
+
+def test_invalidations_inside_handlers_do_not_deadlock_and_arrive(mount: Mount) -> None:
+    """invalidate_entry needs the lock that the kernel holds until mkdir is answered."""
+    mount.up()
+    os.mkdir(mount.point / "poke")
+    path = mount.point / "f"
+    path.write_bytes(b"old")
+    with open(path, "rb", buffering=0) as reader:
+        assert reader.read() == b"old"
+        (mount.root / "f").write_bytes(b"new")
+        os.setxattr(path, "user.poke", b"")
+        wait_until(lambda: os.pread(reader.fileno(), 3, 0) == b"new", "the cache is dropped")
+    assert mount.status()["refused"] == 0
+    assert mount.umount() == 0
 
 
 def test_small_messages_carry_large_files(mount: Mount) -> None:

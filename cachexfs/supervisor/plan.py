@@ -1,0 +1,31 @@
+"""What one supervisor is to do, and its voice: the record between the command line and the loop. No I/O but stderr."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+
+from .lifecycle import Limits
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What to run: all of it from the command line, after mounting."""
+
+    mountpoint: str
+    device_fd: int
+    argv: tuple[str, ...]
+    limits: Limits
+    payload_bytes_max: int
+    no_passthrough: str
+    backing_devices: frozenset[int]
+    status_path: str | None
+    ready_fd: int | None
+    spin_s: float
+    #: Start the next daemon ahead so long after one has become ready; None: never.
+    standby_after_s: float | None
+
+
+def log(text: str) -> None:
+    """One line on stderr."""
+    print(f"cachexfs.supervisor: {text}", file=sys.stderr, flush=True)
