@@ -135,8 +135,11 @@ class Files:
         return vnode
 
     def known(self, fid: int) -> Vnode | None:
-        """The vnode of a file if this node has one."""
-        return self._current.get(fid)
+        """The vnode of a file if this node has one, its changes counted."""
+        vnode = self._current.get(fid)
+        if vnode is not None:
+            self.refresh(vnode)
+        return vnode
 
     def open_vnodes(self) -> list[Vnode]:
         """Vnodes with handles or unpublished bytes."""
