@@ -225,11 +225,11 @@ def _factor(results: Sequence[tuple[Series, HeldOut]], kind: str, q: float) -> f
 def calibrate(sets: dict[str, list[Series]], nersc: Rows) -> None:
     heading("Factors for cachexfs/model/intervals.py")
     everything = [s for series in sets.values() for s in series]
-    for access, series in (*sets.items(), ("", everything)):
+    for access, series in (*sets.items(), ("all sets", everything)):
         results = [r for factor in (2, 4, 8) for r in held(series, factor)]
         for kind in KINDS:
             factors = ", ".join(f"{q}: {_factor(results, kind, q):.2f}" for q in (0.80, 0.95))
-            print(f"  {access or 'all sets':18}{kind:20}{factors}")
+            print(f"  {access:18}{kind:20}{factors}")
     scaled, weights = [], []
     for rows in nersc_series(nersc).values():
         tracker = StateTracker()

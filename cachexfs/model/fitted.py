@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from cachexfs.errors import UsageError
-from cachexfs.model.arrays import Floats, mad_sd
+from cachexfs.model.arrays import Floats
 from cachexfs.model.completion import Regime, Spread, fit_regimes, shared_effects, spread_of_ratio
 from cachexfs.model.intervals import Interval, scaled_interval
 from cachexfs.model.location import Levels, LocationModel, fit_location
@@ -32,7 +32,8 @@ MISFIT_MAX = {FILE_PER_PROCESS: 0.16, SHARED_FILE: 0.25, "": 0.20}
 """Log misfit of the levels above which they do not follow one law. Measured on single series: file-per-process
 0.03 to 0.10, shared-file 0.1 to 0.25 and more (locks, days)."""
 REPEAT_SD_DEFAULT = 0.10
-REPEAT_SD_MIN = 0.02
+REPEAT_SD_PRIOR_COUNT = 4
+MAD_TO_SD = 1.4826
 EXTRA_SD = 0.05
 """Log sd of what neither the law nor repeats at one time show (day to day)."""
 REACH_SD = 0.06
@@ -167,8 +168,7 @@ def fit(table: Observations, bandwidth_spec: float | None = None) -> FittedModel
     if typical_levels.writers.size >= levels.writers.size:
         typical = fit_location(typical_levels, bandwidth_spec)
     residual = _residuals(table, table.seconds)
-    usable = table.censored[: len(table)] == 0
-    ratios = np.where(usable, np.exp(residual), np.inf)
+    ratios = np.where(table.censored == 0, np.exp(residual), np.inf)
     doubts, notes = _doubts(table, levels, slowest)
     return FittedModel(
         system=", ".join(table.systems()),
@@ -176,7 +176,7 @@ def fit(table: Observations, bandwidth_spec: float | None = None) -> FittedModel
         slowest=slowest,
         typical=typical,
         spread=_spread(table),
-        repeat_sd=_repeat_sd(residual[usable], levels),
+        repeat_sd=_repeat_sd(table),
         repeats_total=len(table),
         tail=count_tail(ratios),
         failed=float(np.mean(table.censored > 0)),
@@ -208,15 +208,26 @@ def _residuals(table: Observations, seconds: Floats) -> Floats:
     return out
 
 
-def _repeat_sd(residual: Floats, levels: Levels) -> float:
-    """Robust log sd of one checkpoint about its level, corrected for the medians taken; a default without
-    repeats."""
-    freedom = float(np.sum(np.maximum(levels.repeats - 1.0, 0.0)))
-    if freedom < 1.0:
+def _repeat_sd(table: Observations) -> float:
+    """Robust log sd of one checkpoint about its level.
+
+    From differences within a level, half a level apart in the order of measurement (so that drift counts): a
+    difference has variance 2 sd^2 and needs no estimate of the level's centre. Shrunk towards a default that
+    weighs as much as four differences. Stragglers do not enter (median): they are counted in ``tail``.
+    """
+    logs = np.log(table.seconds / table.bytes_per_writer)
+    parts = [np.zeros(0)]
+    for group in level_groups(table):
+        used = group[table.censored[group] == 0]
+        shift = used.size // 2
+        if shift:
+            parts.append(np.abs(logs[used[shift:]] - logs[used[:-shift]]))
+    differences = np.concatenate(parts)
+    if differences.size == 0:
         return REPEAT_SD_DEFAULT
-    moved = residual[residual != 0.0] if np.any(residual != 0.0) else residual
-    estimate = min(mad_sd(moved), 1.0) * math.sqrt(residual.size / max(freedom, 1.0)) ** 0.5
-    return float(math.sqrt((estimate**2 * freedom + 4 * REPEAT_SD_MIN**2) / (freedom + 4)))
+    sd = MAD_TO_SD * float(np.median(differences)) / math.sqrt(2.0)
+    n, prior = differences.size, REPEAT_SD_PRIOR_COUNT
+    return math.sqrt((n * sd * sd + prior * REPEAT_SD_DEFAULT**2) / (n + prior))
 
 
 def _spread(table: Observations) -> Spread:
@@ -253,6 +264,8 @@ def _doubts(table: Observations, levels: Levels, law: LocationModel) -> tuple[tu
             f"the levels do not follow one law (log misfit {law.noise_sd:.2f}): they were measured in different "
             "states or on different systems"
         )
+    if not table.accesses():
+        notes.append("no row says file-per-process or shared-file: taken as file-per-process")
     if np.all(levels.repeats >= 2) and len(table) > 3 and float(np.ptp(_residuals(table, table.seconds))) == 0.0:
         notes.append("repeats are identical to the last digit: are they copies of one measurement?")
     return tuple(reasons), tuple(notes)

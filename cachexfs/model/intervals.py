@@ -16,13 +16,12 @@ from cachexfs.errors import UsageError
 from cachexfs.model.arrays import Floats
 
 FACTORS: dict[str, dict[float, float]] = {
-    "file-per-process": {0.80: 1.25, 0.95: 3.08},
-    "shared-file": {0.80: 2.36, 0.95: 4.36},
-    "": {0.80: 1.84, 0.95: 4.25},
+    "file-per-process": {0.80: 1.16, 0.95: 3.15},
+    "shared-file": {0.80: 2.38, 0.95: 4.34},
     "tracker": {0.80: 1.71, 0.95: 6.62},
 }
-"""Half width of the interval of one checkpoint in log sd, by access ('' unknown: all sets together); ``tracker``:
-one step ahead, before enough residuals are known."""
+"""Half width of the interval of one checkpoint in log sd, by access (unknown access counts as file-per-process);
+``tracker``: one step ahead, before enough residuals are known."""
 
 
 @dataclass(frozen=True)
@@ -38,8 +37,11 @@ class Interval:
 
 
 def scaled_interval(log_median: float, log_sd: float, coverage: float, kind: str) -> Interval:
-    """exp(log_median -+ factor * log_sd) [s]; ``coverage`` 0.80 or 0.95, ``kind`` a key of ``FACTORS``."""
-    factors = FACTORS.get(kind, FACTORS[""])
+    """exp(log_median -+ factor * log_sd) [s].
+
+    ``coverage`` 0.80 or 0.95, ``kind`` a key of ``FACTORS``, '' for unknown access.
+    """
+    factors = FACTORS[kind or "file-per-process"]
     if coverage not in factors:
         raise UsageError("intervals are calibrated for 0.80 and 0.95 only")
     reach = factors[coverage] * log_sd

@@ -39,8 +39,9 @@ OMEGA = 1.0
 NOISE_PRIOR = 0.05
 """Prior log sd of level medians about the law, and its weight in levels."""
 NOISE_PRIOR_LEVELS = 4.0
-LINE_WEIGHT = 0.25
-"""Share of the straight line y = a + c N in the combined forecast (docs/model.md, 'What was tried')."""
+LINE_WEIGHT = 1.0 / 3.0
+"""Share of the straight line y = a + c N in the combined forecast, times the chance that the data show any
+saturation: before that its slope is an accident (docs/model.md, 'What was tried')."""
 SPEC_SD = 0.30
 """Log sd of a bandwidth that the user states."""
 ELEMENTS_MAX = 256
@@ -124,8 +125,9 @@ class LocationModel:
                 shift = 0.0
             line = float(np.log((self.line[0] + self.line[1] * writers) * bytes_per_writer)) + shift
             gap = line - median
-            median += LINE_WEIGHT * gap
-            variance = (1 - LINE_WEIGHT) * variance + LINE_WEIGHT * (1 - LINE_WEIGHT) * gap * gap
+            share = LINE_WEIGHT * (1.0 - self.p_unsaturated)
+            median += share * gap
+            variance = (1 - share) * variance + share * (1 - share) * gap * gap
         return median, float(np.sqrt(variance + self.noise_sd**2))
 
     def median(self, writers: float, bytes_per_writer: float, other_bytes: float = 0.0, load: float = 0.0) -> float:

@@ -77,7 +77,7 @@ def test_exposure_is_never_below_half_an_interval(tau: float, median: float, sd:
         median = 50 * tau
     e = exposure(tau, Delay(median, sd, failed))
     assert e.mean_s >= 0.5 * tau - 1e-6
-    assert e.mean_s <= e.first_order_s * 1.0001
+    assert e.mean_s <= e.first_order_s + tau / 4000  # the phase grid
     assert e.median_s <= e.p95_s
 
 
