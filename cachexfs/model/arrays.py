@@ -35,8 +35,8 @@ def mad_sd(values: Floats) -> float:
 
 
 def weighted_median(values: Floats, weights: Floats) -> float:
-    """Smallest value at which the cumulative weight reaches one half."""
+    """Where the cumulative weight, interpolated between the middles of the weights, reaches one half."""
     order = np.argsort(values)
-    cumulative = np.cumsum(weights[order])
-    index = int(np.searchsorted(cumulative, 0.5 * cumulative[-1]))
-    return float(values[order[min(index, values.size - 1)]])
+    sorted_weights = weights[order]
+    middles = np.cumsum(sorted_weights) - 0.5 * sorted_weights
+    return float(np.interp(0.5 * weights.sum(), middles, values[order]))

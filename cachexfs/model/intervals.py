@@ -16,8 +16,8 @@ from cachexfs.errors import UsageError
 from cachexfs.model.arrays import Floats
 
 FACTORS: dict[str, dict[float, float]] = {
-    "file-per-process": {0.80: 1.16, 0.95: 3.15},
-    "shared-file": {0.80: 2.38, 0.95: 4.34},
+    "file-per-process": {0.80: 1.14, 0.95: 3.14},
+    "shared-file": {0.80: 2.36, 0.95: 4.26},
     "tracker": {0.80: 1.71, 0.95: 6.62},
 }
 """Half width of the interval of one checkpoint in log sd, by access (unknown access counts as file-per-process);

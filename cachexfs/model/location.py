@@ -214,16 +214,16 @@ def fit_location(levels: Levels, bandwidth_spec: float | None = None) -> Locatio
     log_scale = residual @ weight / weight.sum()
     squares = ((residual - log_scale[:, None]) ** 2) @ weight
     prior_squares = NOISE_PRIOR_LEVELS * NOISE_PRIOR**2
-    # scale and noise integrated out: evidence ~ (prior_squares + squares)^(-(nu + L - 1) / 2); the exponent's
-    # constant is shared by all elements
-    evidence = grid.log_prior - 0.5 * (NOISE_PRIOR_LEVELS + n.size) * np.log(prior_squares + squares)
+    # scale (flat prior on its log) and noise (scaled inverse chi-squared) integrated out
+    freedom = NOISE_PRIOR_LEVELS + n.size - 1.0
+    evidence = grid.log_prior - 0.5 * freedom * np.log(prior_squares + squares)
     if bandwidth_spec is not None:
         log_n = float(np.log(n[-1]))
         log_b = log_n - log_scale - grid.gamma * (log_n - grid.log_knee)
         evidence = evidence - 0.5 * ((log_b - np.log(bandwidth_spec)) / SPEC_SD) ** 2
     posterior = np.exp(evidence - evidence.max())
     posterior /= posterior.sum()
-    noise = np.sqrt((prior_squares + squares) / (NOISE_PRIOR_LEVELS + n.size))
+    noise = np.sqrt((prior_squares + squares) / freedom)
 
     # the line cannot know a stated bandwidth
     use_line = bandwidth_spec is None and np.unique(n).size > 1
