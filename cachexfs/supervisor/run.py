@@ -56,6 +56,7 @@ class Supervisor:
         self._is_retire_due = False
         self._answered_at_start = 0
         self._served_s = 0.0
+        self._kill_reason = ""
         self._suspicions: dict[int, int] = {}
         self._oldest_seen = self._oldest_looks = 0
         self._given_up = 0
@@ -172,6 +173,7 @@ class Supervisor:
         life.enter(Phase.STARTING, now + limits.start_s)
         life.life += 1
         self._is_initialised = self._is_ready = self._is_swap_wanted = False
+        self._kill_reason = ""
         life.deadlines.pop("warm", None)
         self._answered_at_start = self._pump.answered
         self._control.no_passthrough = self._session.no_passthrough
@@ -262,7 +264,7 @@ class Supervisor:
         self._unmount()
 
     def _kill(self, why: str) -> None:
-        self._life.last_failure = why
+        self._kill_reason = why
         log(why)
         if self._child is not None:
             self._child.kill()
@@ -302,9 +304,9 @@ class Supervisor:
 
     def _failed(self, why: str) -> None:
         life = self._life
-        said = life.last_failure if life.phase is Phase.STARTING and life.last_failure else ""
         had_progress = self._had_progress()
-        why = f"{why} ({said})" if said and said != why and not had_progress else why
+        if self._kill_reason:
+            why = f"{why}: {self._kill_reason}"
         log(f"{why}; {self._pump.pending_count} requests unanswered")
         if life.failed(why, had_progress=had_progress, now=time.monotonic()) is Phase.FAILED:
             log(f"giving up after {life.failures} failures in a row: every request gets EIO")
