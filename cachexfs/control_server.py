@@ -27,6 +27,7 @@ log = logging.getLogger(__name__)
 
 REQUEST_BYTES_MAX = 64 << 10
 POLL_S = 0.2
+STALLED_S = 60.0
 Answer = dict[str, Any]
 Send = Callable[[Answer], Awaitable[None]]
 AT = {"returned": Boundary.RETURNED, "partner": Boundary.PARTNER, "pfs": Boundary.PFS}
@@ -354,9 +355,7 @@ class ControlServer:
         left: list[Answer] = [{"path": "", "reason": text} for text in failed]
         deadline_s = trio.current_time() + (float("inf") if timeout is None else float(timeout))
         if not self.abandon:
-            while trio.current_time() < deadline_s and self._undrained():
-                await send({"progress": self._left()})
-                await trio.sleep(POLL_S)
+            await self._drain(send, deadline_s, patient=timeout is not None)
         left += [
             {"path": _text(op.path), "reason": f"{op.kind} {self.parts.drainer.reason(key)}"}
             for key, op in self._undrained()
@@ -367,6 +366,17 @@ class ControlServer:
         self.facts["left"] = len(left)
         await send({"done": True, "left": left})
         self.stop_requested.set()
+
+    async def _drain(self, send: Send, deadline_s: float, *, patient: bool) -> None:
+        """Wait for the drain; without a time given, until nothing lands for a while and errors say why."""
+        progress, landed, since_s = self.parts.drainer.progress, -1, trio.current_time()
+        while trio.current_time() < deadline_s and self._undrained():
+            if progress.landed_ops != landed:
+                landed, since_s = progress.landed_ops, trio.current_time()
+            if not patient and progress.errors and trio.current_time() - since_s > STALLED_S:
+                return
+            await send({"progress": self._left()})
+            await trio.sleep(POLL_S)
 
     def _undrained(self) -> list[tuple[bytes, Any]]:
         return self.parts.drainer.own_pending()
