@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from cachexfs.core.commitfiles import is_commit_name, is_pointer_name
-from cachexfs.core.order import parent_of
+from cachexfs.core.order import lists_members, parent_of
 from cachexfs.core.records import (
     ROOT_FID,
     Copy,
@@ -210,21 +210,26 @@ def unlink(tx: Tx, ctx: Ctx, parent: int, name: bytes) -> int:
     if entry.kind == "d":
         raise FsError(errno.EISDIR)
     above = path_of(tx, parent)
-    _withdraw_commits(tx, ctx, parent, above, name)
+    claimed = _withdraw_commits(tx, ctx, parent, above, name)
     tx.delete(dirent_key(parent, name))
     touch(tx, ctx, parent)
-    _remove_file(tx, ctx, entry.fid, _join(above, name))
+    _remove_file(tx, ctx, entry.fid, _join(above, name), claimed=claimed)
     return entry.fid
 
 
-def _remove_file(tx: Tx, ctx: Ctx, fid: int, path: bytes | None) -> None:
-    """Drop a file whose last name is gone: cancel its drains, remove it from the PFS (path None: it is replaced)."""
+def _remove_file(tx: Tx, ctx: Ctx, fid: int, path: bytes | None, *, claimed: bool) -> None:
+    """Drop a file whose last name is gone: cancel its drains, remove it from the PFS (path None: it is replaced).
+
+    ``claimed``: a commit file that names it has yet to land. Then its bytes must land before, or the commit file
+    would be there without them until its withdrawal: the drain decides (``PendingOrder.claimed_after``).
+    """
     inode = tx.inode(fid)
     if inode is None:
         return
     pending = tx.ops_of(fid)
+    claimed = claimed or any(op.kind == OpKind.RENAME for _, op in pending)  # perhaps under an earlier name
     for key, op in pending:
-        if op.kind == OpKind.PUT and not op.cancelled:
+        if op.kind == OpKind.PUT and not op.cancelled and not claimed:
             tx.put(key, msgspec.structs.replace(op, cancelled=True))
     hidden = inode.pfs.hidden.encode() if inode.pfs is not None else b""
     if path is not None and (inode.pfs is not None or pending):
@@ -295,15 +300,16 @@ def rename(tx: Tx, ctx: Ctx, parent: int, name: bytes, parent2: int, name2: byte
         raise FsError(errno.EINVAL)
     _check_replaceable(tx, entry, replaced)
     present = entry.kind == "d" or _may_be_on_pfs(tx, entry.fid)
+    claimed = False
     if entry.kind != "d":
         _withdraw_commits(tx, ctx, parent, above, name)
         if replaced is not None:
-            _withdraw_commits(tx, ctx, parent2, above2, name2)
+            claimed = _withdraw_commits(tx, ctx, parent2, above2, name2)
     if replaced is not None:
         if replaced.kind == "d":
             _remove_directory(tx, replaced.fid)
         else:
-            _remove_file(tx, ctx, replaced.fid, None)
+            _remove_file(tx, ctx, replaced.fid, None, claimed=claimed)
     tx.delete(dirent_key(parent, name))
     tx.put(dirent_key(parent2, name2), entry)
     inode = tx.inode(entry.fid)
@@ -337,39 +343,44 @@ def _may_be_on_pfs(tx: Tx, fid: int) -> bool:
     return inode is not None and (inode.pfs is not None or bool(tx.ops_of(fid)))
 
 
-def _withdraw_commits(tx: Tx, ctx: Ctx, parent: int, above: bytes, name: bytes) -> None:
+def _withdraw_commits(tx: Tx, ctx: Ctx, parent: int, above: bytes, name: bytes) -> bool:
     """Before a member changes or goes: take the commit files that name it off the PFS.
 
     They stay in the mount; ``restartable`` there follows from generations. A commit file whose members are not
-    known counts as naming everything beside it.
+    known counts as naming everything beside it. Returns whether one of them has still to land before it is withdrawn.
     """
+    claimed = False
     if is_commit_name(name):
-        return
+        return claimed
     for commit in _content_commits(tx, parent):
         entry = tx.dirent(parent, commit)
         if entry is None or entry.kind != "f":
             continue
         inode = tx.inode(entry.fid)
-        if inode is None or (inode.pfs is not None and inode.pfs.hidden):
+        if inode is None:
             continue
-        pending = [op.kind for _, op in tx.ops_of(entry.fid)]
-        if (pending and pending[-1] == OpKind.WITHDRAW) or (inode.pfs is None and not pending):
+        visible = inode.pfs is not None and not inode.pfs.hidden
+        landing = False
+        gens = {inode.gen, inode.pfs.gen if inode.pfs is not None else inode.gen}
+        for _, op in tx.ops_of(entry.fid):
+            if op.kind in (OpKind.PUT, OpKind.RENAME):
+                visible = landing = True
+                gens.add(op.gen or inode.gen)
+            elif op.kind == OpKind.WITHDRAW:
+                visible = False
+        listed = [ctx.members_of(entry.fid, gen) for gen in gens]
+        if not any(members is None or name in members for members in listed):
             continue
-        members = ctx.members_of(entry.fid, inode.gen)
-        if members is None or name in members:
+        claimed = claimed or landing
+        if visible:
             path = _join(above, commit)
             _issue(tx, ctx, Op(OpKind.WITHDRAW, path, ctx.node, fid=entry.fid, gen=inode.gen))
+    return claimed
 
 
 def _content_commits(tx: Tx, parent: int) -> list[bytes]:
     """Commit files of a directory that list their members by name."""
-    return [
-        name
-        for name in tx.children(parent)
-        if name == b".metadata"
-        or name.endswith(b".index.json")
-        or (name.startswith(b"__") and name.endswith(b".metadata"))
-    ]
+    return [name for name in tx.children(parent) if lists_members(name)]
 
 
 def set_attrs(

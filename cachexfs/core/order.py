@@ -8,12 +8,15 @@ never waits for a larger revision, so waits cannot form a circle.
 - A rename or rmdir waits for earlier changes below its paths.
 - A commit operation waits for all earlier changes in or below its directory, a pointer also for those at or
   below its target.
-- Everything in or below a directory waits for an earlier change of a ``*-unfinished`` name in it.
+- Everything in or below a directory waits for an earlier change of a ``*-unfinished`` name in it, and for an
+  earlier removal, renaming or withdrawal of a commit file in it that lists members.
 
 Directory attributes (``DIRATTR``) are not ordered: they come when nothing in or below is pending.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 from cachexfs.core.commitfiles import is_unfinished_marker
 from cachexfs.core.records import Op, OpKind
@@ -33,6 +36,22 @@ def ancestors(path: bytes) -> list[bytes]:
         path = parent_of(path)
         found.append(path)
     return found
+
+
+def lists_members(name: bytes) -> bool:
+    """Whether a commit file of this name (last component) lists the files beside it that it needs."""
+    return (
+        name == b".metadata"
+        or name.endswith(b".index.json")
+        or (name.startswith(b"__") and name.endswith(b".metadata"))
+    )
+
+
+def _takes_claim(op: Op) -> bool:
+    """Whether a commit file leaves its name by this operation: what it lists may change only afterwards."""
+    if op.kind == OpKind.WITHDRAW:
+        return True
+    return op.kind in (OpKind.UNLINK, OpKind.RENAME) and lists_members(op.path.rpartition(b"/")[2])
 
 
 class _Queue:
@@ -74,7 +93,7 @@ class PendingOrder:
         self._ops: dict[bytes, tuple[Seq, Op]] = {}
         self._at: dict[bytes, _Queue] = {}
         self._under: dict[bytes, _Queue] = {}
-        self._unfinished: dict[bytes, _Queue] = {}
+        self._first: dict[bytes, _Queue] = {}  # of a directory: what comes before anything later in or below it
 
     def __len__(self) -> int:
         return len(self._ops)
@@ -111,7 +130,7 @@ class PendingOrder:
         for path in _paths(op):
             first = self._first_of((self._at, path), before=seq)
             for directory in ancestors(path) if first is None else ():
-                first = self._first_of((self._at, directory), (self._unfinished, directory), before=seq)
+                first = self._first_of((self._at, directory), (self._first, directory), before=seq)
                 if first is not None:
                     break
             if first is None and op.kind in (OpKind.RENAME, OpKind.RMDIR):
@@ -145,6 +164,26 @@ class PendingOrder:
                 return True
         return False
 
+    def claimed_after(self, key: bytes, live: Callable[[int], bool]) -> bool:
+        """Whether a commit file that lists members is going to land later than the PUT ``key``, and waits for it.
+
+        Asked of a file that has been removed meanwhile: only then its bytes must land all the same. ``live`` says
+        whether a file id still has a name: a commit file without one is not going to land either.
+        """
+        seq, put = self._ops[key]
+        if lists_members(put.path.rpartition(b"/")[2]):
+            return False
+        removals = [s for s, op in self._ops.values() if op.fid == put.fid and op.kind == OpKind.UNLINK]
+        for other, op in self._ops.values():
+            if other <= seq or other > min(removals, default=other) or not op.commit:
+                continue
+            if op.kind not in (OpKind.PUT, OpKind.RENAME):
+                continue
+            name = (op.path2 if op.kind == OpKind.RENAME else op.path).rpartition(b"/")[2]
+            if lists_members(name) and _covers(op.below, put.path) and live(op.fid):
+                return True
+        return False
+
     def _first_of(self, *places: tuple[dict[bytes, _Queue], bytes], before: Seq | None) -> bytes | None:
         for table, path in places:
             queue = table.get(path)
@@ -160,8 +199,8 @@ class PendingOrder:
         for path in _paths(op):
             places.append((self._at, path))
             places += [(self._under, directory) for directory in ancestors(path)]
-            if is_unfinished_marker(path.rpartition(b"/")[2]):
-                places.append((self._unfinished, parent_of(path)))
+            if is_unfinished_marker(path.rpartition(b"/")[2]) or (path == op.path and _takes_claim(op)):
+                places.append((self._first, parent_of(path)))
         return places
 
 

@@ -1,0 +1,199 @@
+"""Who waits for whom on the PFS: the index against the rules said pair by pair, and no circle ever."""
+
+from __future__ import annotations
+
+from core_support import covers, must_wait, paths_of
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cachexfs.core.order import PendingOrder, ancestors, parent_of
+from cachexfs.core.records import Op, OpKind
+
+NAMES = [b"a", b"b", b".metadata", b"a-unfinished"]
+KINDS = [
+    OpKind.PUT, OpKind.MKDIR, OpKind.RENAME, OpKind.UNLINK, OpKind.RMDIR, OpKind.SYMLINK, OpKind.ATTR,
+    OpKind.WITHDRAW, OpKind.DIRATTR,
+]  # fmt: skip
+
+
+@st.composite
+def paths(draw: st.DrawFn) -> bytes:
+    return b"/".join(draw(st.lists(st.sampled_from(NAMES), min_size=1, max_size=3)))
+
+
+@st.composite
+def operations(draw: st.DrawFn) -> Op:
+    kind = draw(st.sampled_from(KINDS))
+    path, path2 = draw(paths()), draw(paths())
+    commit = kind in (OpKind.RENAME, OpKind.UNLINK, OpKind.RMDIR, OpKind.SYMLINK) or path.endswith(b".metadata")
+    below = parent_of(path2 if kind == OpKind.RENAME else path) if commit else b""
+    target = draw(st.none() | paths() | st.just(b"")) if commit else None
+    return Op(kind, path, "n0", path2=path2, commit=commit, below=below, target=target)
+
+
+def keyed(ops: list[Op]) -> list[tuple[bytes, int, Op]]:
+    """Several of one revision among them: then the keys decide."""
+    return [(b"p/%04d" % number, number // 2 + 1, op) for number, op in enumerate(ops)]
+
+
+@settings(max_examples=400, deadline=None)
+@given(st.lists(operations(), max_size=12), st.permutations(range(12)))
+def test_the_index_says_what_the_rules_say(ops: list[Op], arrival: list[int]) -> None:
+    order = PendingOrder()
+    rows = keyed(ops)
+    for at in arrival:
+        if at < len(rows):
+            order.add(*rows[at])
+    for number, (key, _, op) in enumerate(rows):
+        blocker = order.blocker(key)
+        if op.kind == OpKind.DIRATTR:
+            below = [row for row in rows if row[2].kind != OpKind.DIRATTR]
+            wanted = any(covers(op.path, path) for row in below for path in paths_of(row[2]))
+            assert (blocker is not None) == wanted
+            continue
+        earlier = {row[0]: row[2] for row in rows[:number]}
+        assert (blocker is not None) == any(must_wait(op, other) for other in earlier.values())
+        if blocker is not None:
+            assert blocker in earlier
+            assert must_wait(op, earlier[blocker])
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(operations(), max_size=15), st.randoms(use_true_random=False))
+def test_something_can_always_land(ops: list[Op], random) -> None:  # type: ignore[no-untyped-def]
+    order = PendingOrder()
+    rows = {key: op for key, _, op in keyed(ops)}
+    for row in keyed(ops):
+        order.add(*row)
+    landed: list[Op] = []
+    while rows:
+        free = [key for key in rows if order.blocker(key) is None]
+        assert free, f"a circle among {rows}"
+        key = random.choice(free)
+        op = rows.pop(key)
+        order.remove(key)
+        landed.append(op)
+    assert len(order) == 0
+    assert not order.pending_below(b"")
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(operations(), min_size=2, max_size=10))
+def test_a_drain_is_superseded_only_when_nothing_between_waits_for_it(ops: list[Op]) -> None:
+    order = PendingOrder()
+    rows = keyed(ops)
+    for row in rows:
+        order.add(*row)
+    path = ops[0].path
+    needed = any(
+        any(covers(path, p) or covers(p, path) for p in paths_of(op))
+        or (op.commit and covers(op.below, path))
+        or (op.target is not None and covers(op.target, path))
+        for op in ops[1:-1]
+        if op.kind != OpKind.DIRATTR
+    )
+    assert order.commit_between(path, rows[0][0], rows[-1][0]) == needed
+
+
+def test_an_operation_that_is_gone_counts_as_in_between() -> None:
+    order = PendingOrder()
+    order.add(b"p/1", 1, Op(OpKind.PUT, b"a", "n0"))
+    assert order.commit_between(b"a", b"p/1", b"p/2")
+
+
+def waits(*ops: Op) -> bool:
+    """Whether the last of some operations has to wait."""
+    order = PendingOrder()
+    for row in keyed(list(ops)):
+        order.add(*row)
+    return order.blocker(keyed(list(ops))[-1][0]) is not None
+
+
+def put(path: bytes, *, commit: bool = False, target: bytes | None = None) -> Op:
+    return Op(OpKind.PUT, path, "n0", commit=commit, below=parent_of(path) if commit else b"", target=target)
+
+
+def test_data_files_are_not_ordered() -> None:
+    assert not waits(put(b"step/a"), put(b"step/b"))
+    assert not waits(put(b"step/sub/a"), put(b"step/b"))
+
+
+def test_a_commit_file_waits_for_all_in_and_below_its_directory_only() -> None:
+    commit = put(b"step-1/.metadata", commit=True)
+    assert waits(put(b"step-1/a"), commit)
+    assert waits(put(b"step-1/sub/a"), commit)
+    assert not waits(put(b"step-2/a"), commit)
+    assert not waits(commit, put(b"step-1/a"))
+
+
+def test_a_pointer_waits_for_its_target_wherever_it_is() -> None:
+    link = Op(OpKind.SYMLINK, b"latest", "n0", commit=True, below=b"links", target=b"ckpt/step-1")
+    assert waits(put(b"ckpt/step-1/a"), link)
+    assert not waits(put(b"ckpt/step-2/a"), link)
+    assert waits(put(b"ckpt/step-1"), link)
+
+
+def test_children_land_under_the_old_name_before_their_directory_is_renamed() -> None:
+    rename = Op(OpKind.RENAME, b"tmp", "n0", path2=b"step-1", commit=True, below=b"")
+    assert waits(put(b"tmp/a"), rename)
+    assert waits(rename, put(b"step-1/b"))
+    assert waits(rename, put(b"tmp/b"))
+
+
+def test_a_marker_of_something_unfinished_lands_before_anything_later_beside_it() -> None:
+    marker = put(b"ckpt/step-1-unfinished")
+    assert waits(marker, put(b"ckpt/step-1/a"))
+    assert waits(marker, put(b"ckpt/b"))
+    assert not waits(marker, put(b"other/b"))
+
+
+def test_a_withdrawal_lands_before_any_later_change_beside_it() -> None:
+    """Else a member of the next save would stand beside the commit file of the one before."""
+    withdraw = Op(OpKind.WITHDRAW, b"step-1/.metadata", "n0")
+    assert waits(withdraw, put(b"step-1/a"))
+    assert waits(withdraw, put(b"step-1/sub/a"))
+    assert waits(withdraw, Op(OpKind.UNLINK, b"step-1/a", "n0", commit=True, below=b"step-1"))
+    assert not waits(withdraw, put(b"step-2/a"))
+
+
+def test_directory_times_come_when_nothing_below_is_pending() -> None:
+    order = PendingOrder()
+    order.add(b"p/~1000", 1, Op(OpKind.DIRATTR, b"", "n0"))
+    order.add(b"p/2", 2, put(b"a/b"))
+    assert order.blocker(b"p/~1000") == b"p/2"
+    order.remove(b"p/2")
+    assert order.blocker(b"p/~1000") is None
+
+
+def test_a_changed_record_keeps_its_place() -> None:
+    order = PendingOrder()
+    order.add(b"p/1", 1, put(b"a"))
+    order.add(b"p/2", 2, put(b"a"))
+    order.add(b"p/1", 7, Op(OpKind.PUT, b"a", "n0", cancelled=True))
+    assert order.blocker(b"p/1") is None
+    assert order.blocker(b"p/2") == b"p/1"
+
+
+def test_of_an_unknown_operation_nothing_is_known() -> None:
+    order = PendingOrder()
+    assert order.blocker(b"p/1") is None
+    order.remove(b"p/1")
+
+
+def test_ancestors_end_with_the_root() -> None:
+    assert ancestors(b"a/b/c") == [b"a/b", b"a", b""]
+    assert ancestors(b"a") == [b""]
+    assert ancestors(b"") == []
+
+
+def test_ten_thousand_operations_are_looked_through_quickly() -> None:
+    """Each answer looks at a few queues: with a walk through all operations this would take minutes."""
+    order = PendingOrder()
+    for number in range(20_000):
+        order.add(b"p/%08d" % number, number + 1, put(b"step/%d/file" % (number % 50)))
+    commit = put(b"step/.metadata", commit=True)
+    order.add(b"p/%08d" % 20_000, 20_001, commit)
+    for number in range(20_000):
+        assert order.blocker(b"p/%08d" % 20_000) == b"p/%08d" % number
+        order.remove(b"p/%08d" % number)
+    assert order.blocker(b"p/%08d" % 20_000) is None
