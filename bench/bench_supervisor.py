@@ -50,7 +50,10 @@ class Side:
 
 @dataclass(frozen=True)
 class Row:
-    """One result. ``ratio`` is median over median; for the pause it is seconds and ``bound`` an upper one."""
+    """One result: medians of both sides, and the median of the rounds' ratios (a machine drifts between rounds).
+
+    For the pause, ``ratio`` is seconds and ``bound`` an upper one.
+    """
 
     name: str
     ours: float
@@ -160,7 +163,9 @@ def compare(
     one, two = statistics.median(results[ours.name]), statistics.median(results[theirs.name])
     for side in (ours, theirs):
         remove(side.point)
-    return Row(name, round(one, 3), round(two, 3), unit, round(one / two, 3), bound)
+    pairs = zip(results[ours.name], results[theirs.name], strict=True)
+    ratio = statistics.median(a / b for a, b in pairs)
+    return Row(name, round(one, 3), round(two, 3), unit, round(ratio, 3), bound)
 
 
 def _serves_again(status: str, restarts: int) -> bool:
