@@ -98,13 +98,12 @@ class BoundaryWatcher:
     def _look(self) -> bool:
         """One look at everything that is not at ``pfs`` yet. True when the checkpoint and all files are."""
         self.seen.looks += 1
+        value = xattr(self.directory, "restartable")  # before the listing: what it speaks of is then listed
+        if value:
+            self.seen.restartable.setdefault(value, time.time())
         for name in os.listdir(self.directory):
             if "pfs" not in self.seen.stages.get(name, {}):
                 self._note(name)
-        now = time.time()
-        value = xattr(self.directory, "restartable")
-        if value:
-            self.seen.restartable.setdefault(value, now)
         return value == "pfs" and all("pfs" in stages for stages in self.seen.stages.values())
 
     def _note(self, name: str) -> None:
