@@ -33,6 +33,7 @@ _WHERE = {
     "store": ("load_model", "save_model"),
     "simulation": ("Scenario", "Simulated", "simulate"),
     "records": ("BoundaryRecord",),
+    "online": ("Online", "Choice"),
 }
 _MODULE_OF = {name: module for module, names in _WHERE.items() for name in names}
 __all__ = sorted(_MODULE_OF)

@@ -21,7 +21,7 @@ from cachexfs.errors import EXIT_CANNOT_TELL, CannotTellError, UsageError
 from cachexfs.model.units import Duration, Size, size_text, time_text
 
 if TYPE_CHECKING:
-    from cachexfs.model.fitted import FittedModel, Prediction
+    from cachexfs.model.fitted import FittedModel, Prediction, Recent
     from cachexfs.model.probe import Plan, Result
 
 JSON = click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
@@ -240,6 +240,7 @@ def fit(
     held = hold_out(table, 2.0)
     summary = summary_of(model)
     if held is not None:
+        summary["held_out_levels"] = int(held.writers.size)
         summary["held_out_mape_percent"] = held.mape()
         summary["held_out_straight_line_percent"] = held.mape(held.baselines_s["straight line"])
     if as_json:
@@ -261,13 +262,14 @@ def summary_of(model: FittedModel) -> dict[str, object]:
         "access": model.access,
         "rows": model.repeats_total,
         "levels": [int(n) for n in model.levels.writers],
-        "one_writer_bytes_per_s": middle / law.median(1.0, middle),
-        "saturated_bytes_per_s": law.bandwidth() if law.p_unsaturated < 0.5 else None,
+        "smallest_level_bytes_per_s_per_writer": middle / law.median(law.writers_min, middle),
+        "saturated_bytes_per_s": law.bandwidth() if law.p_unsaturated < 0.5 and law.levels > 2 else None,
         "end_slope": law.end_slope,
         "repeat_log_sd": model.repeat_sd,
         "misfit_log_sd": law.noise_sd,
         "failed_share": model.failed,
         "tail": model.tail,
+        "recent": model.recent,
         "notes": model.notes,
         "abstains": model.fit_reasons,
     }
@@ -276,22 +278,26 @@ def summary_of(model: FittedModel) -> dict[str, object]:
 def _fit_lines(model: FittedModel, summary: dict[str, object]) -> list[str]:
     law = model.slowest
     saturated = summary["saturated_bytes_per_s"]
+    least, most = size_text(law.bytes_min), size_text(law.bytes_max)
+    sizes = least if least == most else f"{least} to {most}"
+    alone = f"{size_text(float(str(summary['smallest_level_bytes_per_s_per_writer'])))}/s"
+    together = f"not saturated at {law.writers_max:g} writers"
+    if saturated is not None:
+        together = f"together {size_text(float(str(saturated)))}/s"
+    elif law.levels < 3:
+        together = "too few writer counts to say where it saturates"
+    labels = "".join(f", {x}" for x in (model.access, model.system) if x)
+    counts = f"{law.levels} levels of {law.writers_min:g} to {law.writers_max:g} writers"
+    if law.levels == 1:
+        counts = f"1 level of {law.writers_max:g} writers"
     lines = [
-        f"{model.repeats_total} checkpoints, {law.levels} levels of {law.writers_min:g} to {law.writers_max:g} "
-        f"writers, {size_text(law.bytes_min)} to {size_text(law.bytes_max)} each"
-        + (f", {model.access}" if model.access else "")
-        + (f", {model.system}" if model.system else ""),
-        f"one writer: {size_text(float(str(summary['one_writer_bytes_per_s'])))}/s; together: "
-        + (
-            f"{size_text(float(str(saturated)))}/s"
-            if saturated is not None
-            else f"not saturated at {law.writers_max:g} writers"
-        ),
+        f"{model.repeats_total} checkpoints, {counts}, {sizes} each{labels}",
+        f"each of {law.writers_min:g} writers: {alone}; {together}",
         f"repeats differ by {100 * model.repeat_sd:.0f}%, levels from the law by {100 * law.noise_sd:.0f}%",
     ]
     if "held_out_mape_percent" in summary:
         lines.append(
-            f"check: fitted on the smaller half of the writers, the larger ones are off by "
+            f"check: fitted on up to half of the writers, {summary['held_out_levels']} larger counts are off by "
             f"{float(str(summary['held_out_mape_percent'])):.1f}% "
             f"(a straight line: {float(str(summary['held_out_straight_line_percent'])):.1f}%)"
         )
@@ -300,7 +306,18 @@ def _fit_lines(model: FittedModel, summary: dict[str, object]) -> list[str]:
         f"stragglers: {twice.exceeded} of {twice.total} checkpoints took more than twice their level's median "
         f"(95% interval of the chance: {100 * twice.low:.2g}% to {100 * twice.high:.2g}%); not predicted, counted"
     )
+    if model.recent is not None:
+        lines.append(recent_line(model.recent))
     return lines + [f"note: {note}" for note in model.notes]
+
+
+def recent_line(recent: Recent) -> str:
+    """The state at the end of the data, in words."""
+    moved = "; the level has just changed, so this lags" if recent.changed else ""
+    return (
+        f"lately: the next checkpoint takes {recent.ratio:.2f} times the law's median (80%: {recent.low:.2f} to "
+        f"{recent.high:.2f}), after {recent.observed} dated checkpoints{moved}"
+    )
 
 
 @click.command()
@@ -321,12 +338,15 @@ def predict(
     need_numpy()
     from cachexfs.model.store import load_model
 
-    p = load_model(model_file).predict(writers, size, others, load)
+    model = load_model(model_file)
+    p = model.predict(writers, size, others, load)
     if as_json:
-        print_json(prediction_json(p, anyway))
+        print_json({**prediction_json(p, anyway), "recent": model.recent})
     elif not p.abstain or anyway:
         for line in prediction_lines(p):
             click.echo(line)
+        if model.recent is not None:
+            click.echo(recent_line(model.recent))
     if p.abstain:
         if as_json or anyway:
             leave(EXIT_CANNOT_TELL)

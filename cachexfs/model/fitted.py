@@ -18,6 +18,7 @@ from cachexfs.model.intervals import Interval, scaled_interval
 from cachexfs.model.location import Levels, LocationModel, fit_location
 from cachexfs.model.observe import FILE_PER_PROCESS, SHARED_FILE, Observations, level_groups, level_medians
 from cachexfs.model.tails import TailCount, count_tail
+from cachexfs.model.tracker import StateTracker
 
 ROWS_MIN = 12
 LEVELS_MIN = 3
@@ -38,6 +39,9 @@ EXTRA_SD = 0.05
 """Log sd of what neither the law nor repeats at one time show (day to day)."""
 REACH_SD = 0.06
 """Log sd per octave beyond the measured writers: the law's slope may be wrong in a way that its grid lacks."""
+RECENT_ROWS_MIN = 40
+RECENT_ROWS_MAX = 500
+RECENT_SPAN_S = 86400.0
 SPLIT_GAP = 5.0
 SPLIT_RATIO_MIN = 1.15
 SPLIT_ROWS_MIN = 4
@@ -65,8 +69,21 @@ class Prediction:
 
 
 @dataclass(frozen=True)
+class Recent:
+    """The state at the end of dated data: the next checkpoint takes ``ratio`` times the law's median, between
+    ``low`` and ``high`` times with 80%; ``changed`` when the level moved within the last three; ``observed`` rows."""
+
+    ratio: float
+    low: float
+    high: float
+    changed: bool
+    observed: int
+
+
+@dataclass(frozen=True)
 class FittedModel:
-    """``slowest`` and ``typical`` location laws, spread, repeat sd, tails, and why it may abstain."""
+    """``slowest`` and ``typical`` location laws, spread, repeat sd, tails, and why it may abstain. ``recent`` is None
+    unless the data are dated and span a day."""
 
     system: str
     access: str
@@ -81,6 +98,7 @@ class FittedModel:
     fit_reasons: tuple[str, ...]
     notes: tuple[str, ...]
     levels: Levels
+    recent: Recent | None = None
 
     def predict(
         self, writers: float, bytes_per_writer: float, other_bytes: float = 0.0, load: float = 0.0
@@ -184,7 +202,22 @@ def fit(table: Observations, bandwidth_spec: float | None = None) -> FittedModel
         fit_reasons=doubts,
         notes=(*table.notes, *left_out, *notes),
         levels=levels,
+        recent=_recent(table, slowest),
     )
+
+
+def _recent(table: Observations, law: LocationModel) -> Recent | None:
+    """One-step forecast after the last dated rows, relative to the law."""
+    dated = np.flatnonzero(np.isfinite(table.time) & (table.censored == 0))
+    if dated.size < RECENT_ROWS_MIN or np.ptp(table.time[dated]) < RECENT_SPAN_S:
+        return None
+    tracker = StateTracker()
+    for row in dated[np.argsort(table.time[dated], kind="stable")][-RECENT_ROWS_MAX:]:
+        tracker.update(
+            float(table.seconds[row]), law.median(float(table.writers[row]), float(table.bytes_per_writer[row]))
+        )
+    now = tracker.forecast()
+    return Recent(now.median_s, now.interval80.low_s, now.interval80.high_s, now.changed, now.observed)
 
 
 def _levels(table: Observations, seconds: Floats) -> tuple[Levels, tuple[str, ...]]:

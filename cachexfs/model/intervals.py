@@ -2,18 +2,21 @@
 
 Role: turns a log sd into an interval that covers what it says. The normal quantile does not (docs/model.md
 section 4): level medians of a filesystem have heavy tails. ``FACTORS`` is computed by
-``python bench/bench_model.py --calibrate`` and can be computed again there. Pure.
+``python bench/bench_model.py --calibrate`` and can be computed again there. Pure; standard library only, except
+for calibration.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-
-import numpy as np
+from typing import TYPE_CHECKING
 
 from cachexfs.errors import UsageError
-from cachexfs.model.arrays import Floats
+
+if TYPE_CHECKING:
+    from cachexfs.model.arrays import Floats
 
 FACTORS: dict[str, dict[float, float]] = {
     "file-per-process": {0.80: 1.14, 0.95: 3.14},
@@ -53,20 +56,27 @@ def weighted_conformal_factor(scaled: Floats, weights: Floats, coverage: float) 
 
     Leave-one-system-out conformal calibration, in the spirit of Dunn, Wasserman and Ramdas 2022.
     """
+    import numpy as np  # only calibration needs it; the tracker must not pay
+
     order = np.argsort(np.abs(scaled))
     cumulative = np.cumsum(weights[order])
     index = int(np.searchsorted(cumulative, coverage * cumulative[-1]))
     return float(np.abs(scaled)[order[min(index, order.size - 1)]])
 
 
-def empirical_band(residuals: Floats, coverage: float) -> tuple[float, float]:
+def empirical_band(residuals: Iterable[float], coverage: float) -> tuple[float, float]:
     """Lower and upper offsets [log] that leave (1 - coverage) / 2 of past one-step residuals on each side.
 
-    Ranks as for a new draw: k = (n + 1) (1 - coverage) / 2, interpolated between order statistics.
+    Ranks as for a new draw: k = (n + 1) (1 - coverage) / 2, interpolated between order statistics, n >= 1.
     """
-    values = np.sort(residuals)
-    n = values.size
-    rank = max((n + 1) * (1.0 - coverage) / 2.0, 1.0)
-    low = float(np.interp(rank, np.arange(1, n + 1), values))
-    high = float(np.interp(n + 1 - rank, np.arange(1, n + 1), values))
-    return low, high
+    values = sorted(residuals)
+    rank = max((len(values) + 1) * (1.0 - coverage) / 2.0, 1.0)
+    return _ranked(values, rank), _ranked(values, len(values) + 1 - rank)
+
+
+def _ranked(values: Sequence[float], rank: float) -> float:
+    """Order statistic of a fractional ``rank`` from 1 to n."""
+    below = min(max(math.floor(rank), 1), len(values))
+    above = min(below + 1, len(values))
+    share = min(max(rank - below, 0.0), 1.0)
+    return values[below - 1] * (1.0 - share) + values[above - 1] * share

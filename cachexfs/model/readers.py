@@ -58,6 +58,8 @@ def read_observations(
     if busy and len(busy) < len(rows):
         found.notes.append(f"{len(busy)} rows left out: other jobs wrote at the same time")
         rows = [r for r in rows if r.other_bytes <= 0.0]
+    elif busy:
+        found.notes.append("other jobs wrote at the same time as every row: the model holds under that load")
     if not rows:
         raise UsageError(f"no rows to fit in {', '.join(os.fspath(p) for p in paths)} (after --where, --access)")
     return observations(

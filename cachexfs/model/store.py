@@ -14,7 +14,7 @@ import numpy as np
 
 from cachexfs.errors import UsageError
 from cachexfs.model.completion import Regime, Spread
-from cachexfs.model.fitted import FittedModel
+from cachexfs.model.fitted import FittedModel, Recent
 from cachexfs.model.location import Levels, LocationModel
 from cachexfs.model.tails import TailCount
 
@@ -90,6 +90,7 @@ def _build(whole: dict[str, object]) -> FittedModel:
         bandwidth_spec=None if spec is None else _number(spec),
         fit_reasons=tuple(str(r) for r in _list(whole["fit_reasons"])),
         notes=tuple(str(r) for r in _list(whole["notes"])),
+        recent=_recent(whole.get("recent")),
         levels=Levels(**{k: np.array([_number(x) for x in _list(v)]) for k, v in _dict(whole["levels"]).items()}),
     )
     if model.levels.writers.size == 0 or model.slowest.weight.size == 0:
@@ -112,6 +113,14 @@ def _location(fields: dict[str, object]) -> LocationModel:
         else:
             out[item.name] = int(_number(value)) if item.name == "levels" else _number(value)
     return LocationModel(**out)  # type: ignore[arg-type]
+
+
+def _recent(value: object) -> Recent | None:
+    if value is None:
+        return None
+    fields = _dict(value)
+    ratio, low, high = (_number(fields[k]) for k in ("ratio", "low", "high"))
+    return Recent(ratio, low, high, fields["changed"] is True, int(_number(fields["observed"])))
 
 
 def _tail(fields: dict[str, object]) -> TailCount:

@@ -1,9 +1,9 @@
 """State tracker: where the filesystem stands today, relative to the location law.
 
-Role: one-step-ahead forecast of the next checkpoint of one (route, access) from the checkpoints so far.
-Single owner, no locks, O(150) memory; the daemon may keep one per route. Pure.
+Role: one-step-ahead forecast of the next checkpoint of one (route, access) from the checkpoints so far. Standard
+library only, so that a daemon may keep one per route. Single owner, no locks, memory bounded by 150 numbers.
 
-Five forecasters of e = log(T / law) run beside each other: clipped exponential averages of four speeds and
+Six forecasters of e = log(T / law) run beside each other: clipped exponential averages of four speeds and
 running medians of two lengths. Their combination is weighted by discounted past absolute error, so a noisy
 but stationary tier (DataWarp) gets the slow ones and a drifting one (Edison) the fast ones.
 """
@@ -11,30 +11,35 @@ but stationary tier (DataWarp) gets the slow ones and a drifting one (Edison) th
 from __future__ import annotations
 
 import math
+import statistics
 from collections import deque
 from dataclasses import dataclass
 
-import numpy as np
-
 from cachexfs.errors import UsageError
-from cachexfs.model.arrays import Floats
 from cachexfs.model.intervals import Interval, empirical_band, scaled_interval
 
 SPEEDS = (0.05, 0.15, 0.30, 0.50)
 MEDIANS = (9, 60)
+REFERENCE = 1
+"""Index of the speed whose scale standardises errors and is reported."""
+FIRST_FAST = 2
 CLIP = 1.5
 """Steps are clipped at this many scales: one straggler must not move the state."""
 DISCOUNT = 0.97
 SHARPNESS = 20.0
+LOSS_MAX = 0.5
 BURN_IN = 10
 WINDOW = 150
 WINDOW_MIN = 40
 SCALE_MIN = 0.01
+SCALE_MEMORY = 0.95
+MEAN_ABS_TO_SD = 1.2533
 CUSUM_SLACK = 0.5
 CUSUM_LIMIT = 5.0
 CUSUM_STEP_MAX = 1.5
 """With this clip at least five checkpoints in a row must lie off before a change is announced."""
 CHANGE_MEMORY = 3
+JUMP_COUNT = 5
 
 
 @dataclass(frozen=True)
@@ -55,9 +60,9 @@ class StateTracker:
     def __init__(self) -> None:
         self._recent: deque[float] = deque(maxlen=max(MEDIANS))
         self._residuals: deque[float] = deque(maxlen=WINDOW)
-        self._means = np.zeros(len(SPEEDS))
-        self._scales = np.zeros(len(SPEEDS))
-        self._losses = np.zeros(len(SPEEDS) + len(MEDIANS))
+        self._means = [0.0] * len(SPEEDS)
+        self._scales = [0.0] * len(SPEEDS)
+        self._losses = [0.0] * (len(SPEEDS) + len(MEDIANS))
         self._up = self._down = 0.0
         self._since_change = CHANGE_MEMORY
         self.observed = 0
@@ -82,34 +87,38 @@ class StateTracker:
         self._recent.append(error)
         self.observed += 1
         if self.observed == BURN_IN:
-            start = np.array(self._recent)
-            middle = float(np.median(start))
-            self._means[:] = middle
-            self._scales[:] = max(1.4826 * float(np.median(np.abs(start - middle))), 2 * SCALE_MIN)
+            middle = statistics.median(self._recent)
+            spread = 1.4826 * statistics.median(abs(e - middle) for e in self._recent)
+            self._means = [middle] * len(SPEEDS)
+            self._scales = [max(spread, 2 * SCALE_MIN)] * len(SPEEDS)
 
-    def _predictions(self) -> Floats:
-        recent = np.array(self._recent)
-        return np.concatenate([self._means, [np.median(recent[-k:]) for k in MEDIANS]])
+    def _predictions(self) -> list[float]:
+        recent = list(self._recent)
+        return [*self._means, *(statistics.median(recent[-count:]) for count in MEDIANS)]
 
-    def _centre(self) -> float:
-        weight = np.exp(-SHARPNESS * (self._losses - self._losses.min()))
-        return float(np.sum(weight * self._predictions()) / np.sum(weight))
+    def _centre(self, predictions: list[float]) -> float:
+        best = min(self._losses)
+        weights = [math.exp(-SHARPNESS * (loss - best)) for loss in self._losses]
+        return sum(w * p for w, p in zip(weights, predictions, strict=True)) / sum(weights)
 
     def _learn(self, error: float) -> None:
-        predictions, centre = self._predictions(), self._centre()
+        predictions = self._predictions()
+        centre = self._centre(predictions)
         self._residuals.append(error - centre)
-        unit = max(2 * SCALE_MIN, float(self._scales.min()))
-        loss = np.minimum(np.abs(error - predictions), 0.5) / unit
-        self._losses = DISCOUNT * self._losses + (1 - DISCOUNT) * loss
-        step = error - self._means
-        bound = CLIP * self._scales
-        self._detect((error - centre) / float(self._scales[1]))
-        self._means = self._means + np.array(SPEEDS) * np.clip(step, -bound, bound)
-        spread = 0.95 * self._scales + 0.05 * 1.2533 * np.minimum(np.abs(step), 4 * self._scales)
-        self._scales = np.maximum(spread, SCALE_MIN)
-        if self._since_change == 0:
-            last = [*[*self._recent][-4:], error]
-            self._means[2:] = float(np.median(last))  # the fast ones jump, the slow ones remember
+        unit = max(2 * SCALE_MIN, min(self._scales))
+        self._losses = [
+            DISCOUNT * loss + (1 - DISCOUNT) * min(abs(error - p), LOSS_MAX) / unit
+            for loss, p in zip(self._losses, predictions, strict=True)
+        ]
+        self._detect((error - centre) / self._scales[REFERENCE])
+        for i, speed in enumerate(SPEEDS):
+            step, scale = error - self._means[i], self._scales[i]
+            self._means[i] += speed * min(max(step, -CLIP * scale), CLIP * scale)
+            drift = (1 - SCALE_MEMORY) * MEAN_ABS_TO_SD * min(abs(step), 4 * scale)
+            self._scales[i] = max(SCALE_MEMORY * scale + drift, SCALE_MIN)
+        if self._since_change == 0:  # the fast ones jump, the slow ones remember
+            now = statistics.median([*list(self._recent)[-JUMP_COUNT + 1 :], error])
+            self._means[FIRST_FAST:] = [now] * (len(SPEEDS) - FIRST_FAST)
 
     def _detect(self, z: float) -> None:
         clipped = min(max(z, -CUSUM_STEP_MAX), CUSUM_STEP_MAX)
@@ -120,20 +129,21 @@ class StateTracker:
             self._up = self._down = 0.0
             self._since_change = 0
 
-    def residuals(self) -> Floats:
+    def residuals(self) -> tuple[float, ...]:
         """One-step residuals so far, at most the last 150 [log]."""
-        return np.array(self._residuals)
+        return tuple(self._residuals)
 
     def forecast(self, expected_s: float = 1.0) -> Forecast:
         """Forecast for a checkpoint whose location law says ``expected_s`` [s]. UsageError before burn-in."""
         if not self.ready:
             raise UsageError(f"{self.observed} checkpoints seen; a forecast needs {BURN_IN}")
-        centre = math.log(expected_s) + self._centre()
-        residuals = self.residuals()
-        scale = float(self._scales[1])
-        if residuals.size >= WINDOW_MIN:
-            band80, band95 = empirical_band(residuals, 0.80), empirical_band(residuals, 0.95)
-            pair = tuple(Interval(math.exp(centre + lo), math.exp(centre + hi)) for lo, hi in (band80, band95))
-        else:
-            pair = tuple(scaled_interval(centre, scale, q, "tracker") for q in (0.80, 0.95))
-        return Forecast(math.exp(centre), pair[0], pair[1], scale, self.observed, self.changed)
+        centre = math.log(expected_s) + self._centre(self._predictions())
+        scale = self._scales[REFERENCE]
+        intervals = []
+        for coverage in (0.80, 0.95):
+            if len(self._residuals) >= WINDOW_MIN:
+                low, high = empirical_band(self._residuals, coverage)
+                intervals.append(Interval(math.exp(centre + low), math.exp(centre + high)))
+            else:
+                intervals.append(scaled_interval(centre, scale, coverage, "tracker"))
+        return Forecast(math.exp(centre), intervals[0], intervals[1], scale, self.observed, self.changed)

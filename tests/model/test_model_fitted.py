@@ -119,10 +119,25 @@ def test_thin_levels_do_not_bend_the_law() -> None:
     assert any("fewer than 3 repeats" in n for n in fit(wild).notes)
 
 
+def test_dated_rows_tell_the_state_of_today() -> None:
+    table = generated(repeats=20)
+    order = np.random.default_rng(3).permutation(len(table))
+    late = order >= 100
+    slow = observations(
+        table.writers, table.bytes_per_writer, table.seconds * np.where(late, 1.6, 1.0), time=order * 7200.0
+    )
+    model = fit(slow)
+    assert model.recent is not None
+    assert model.recent.ratio == pytest.approx(1.6, rel=0.15)
+    assert model.recent.low < model.recent.ratio < model.recent.high
+    assert fit(table).recent is None
+
+
 def test_saved_and_loaded_model_says_the_same(tmp_path) -> None:
     model = fit(generated(system="x"), 30 * GIB)
     save_model(model, tmp_path / "m.json")
     again = load_model(tmp_path / "m.json")
+    assert again.recent == model.recent
     assert again.predict(128, GIB) == model.predict(128, GIB)
     assert [p.name for p in tmp_path.iterdir()] == ["m.json"]
 

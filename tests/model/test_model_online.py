@@ -1,0 +1,102 @@
+"""The model inside the mount: learns from records alone, chooses as the full model does, loads no numpy."""
+
+import math
+import random
+import subprocess
+import sys
+
+import pytest
+
+from cachexfs.errors import UsageError
+from cachexfs.model.delays import Delay
+from cachexfs.model.online import Online
+from cachexfs.model.records import BoundaryRecord
+from cachexfs.model.route import decide_route
+
+GIB = 2.0**30
+ASK = {"interval_s": 600.0, "failures_per_s": 1e-5, "kappa": 0.1}
+
+
+def feed(
+    online: Online, route: str, partner: float, pfs: float, count: int = 60, sd: float = 0.1, start: float = 0.0
+) -> None:
+    rng = random.Random(f"{route}{pfs}")
+    for i in range(count):
+        a, b = (math.exp(sd * rng.gauss(0, 1)) for _ in range(2))
+        times = (
+            {"pfs_s": (pfs * b,) * 2}
+            if route == "direct"
+            else {"partner_s": (partner * a,) * 2, "pfs_s": (partner * a + pfs * b,) * 2}
+        )
+        online.observe(BoundaryRecord(start + i, f"/c/{i}", 64, GIB, route, "n", **times))  # type: ignore[arg-type]
+
+
+def test_it_loads_no_numpy() -> None:
+    code = "import sys, cachexfs.model.online; print('numpy' in sys.modules or 'scipy' in sys.modules)"
+    assert (
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
+        == "False"
+    )
+
+
+def test_unknown_until_ten_were_seen() -> None:
+    online = Online()
+    assert online.eta_s("direct", GIB) is None
+    choice = online.choose(64 * GIB, now=0.0, **ASK)
+    assert (choice.route, choice.sure) == ("partner", False)
+    feed(online, "direct", 0.0, 100.0)
+    assert "partner copies" in online.choose(64 * GIB, now=60.0, **ASK).why
+
+
+def test_eta_scales_with_bytes() -> None:
+    online = Online()
+    feed(online, "direct", 0.0, 100.0)
+    median, high = online.eta_s("direct", 64 * GIB) or (0.0, 0.0)
+    assert median == pytest.approx(100.0, rel=0.1)
+    assert high > median
+    assert (online.eta_s("direct", 32 * GIB) or (0.0,))[0] == pytest.approx(median / 2, rel=0.01)
+
+
+def test_drains_stand_for_direct_writes_until_those_are_seen() -> None:
+    online = Online()
+    feed(online, "partner", 20.0, 5.0)
+    choice = online.choose(64 * GIB, now=60.0, **ASK)
+    assert (choice.route, choice.sure) == ("direct", True)
+    feed(online, "direct", 0.0, 300.0, start=60.0)
+    assert online.choose(64 * GIB, now=120.0, **ASK).route == "partner"
+
+
+def test_old_knowledge_is_no_knowledge() -> None:
+    online = Online()
+    feed(online, "partner", 20.0, 300.0)
+    assert online.choose(64 * GIB, now=60.0, **ASK).sure
+    assert not online.choose(64 * GIB, now=60.0 + 2 * 86400, **ASK).sure
+
+
+def test_a_backlog_is_a_doubt() -> None:
+    online = Online()
+    feed(online, "partner", 20.0, 300.0)
+    assert online.choose(64 * GIB, now=60.0, backlog=3, **ASK).why == "drains are behind"
+    assert not online.choose(64 * GIB, now=60.0, **{**ASK, "interval_s": 200.0}).sure
+
+
+@pytest.mark.parametrize(
+    ("direct", "partner", "kappa"), [(30, 25, 0.1), (30, 28, 0.3), (60, 20, 0.5), (20, 40, 0.1), (30, 22, 0.9)]
+)
+def test_it_agrees_with_the_full_model(direct: float, partner: float, kappa: float) -> None:
+    online = Online()
+    feed(online, "direct", 0.0, direct, 100)
+    feed(online, "partner", partner, direct, 100)
+    ask = {**ASK, "kappa": kappa}
+    choice = online.choose(64 * GIB, now=100.0, **ask)
+    delays = []
+    for leg in ("direct", "partner", "drain"):
+        forecast = online._legs[leg].forecast(64.02)
+        delays.append(Delay(forecast.median_s, forecast.log_sd))
+    full = decide_route(*delays, **ask)
+    assert choice.p_partner == pytest.approx(full.p_partner, abs=0.06)
+
+
+def test_nonsense_is_refused() -> None:
+    with pytest.raises(UsageError):
+        Online().choose(0.0, now=0.0, **ASK)
