@@ -19,6 +19,9 @@ MANIFEST_VERSION = 1
 #: A manifest travels as one payload of at most 8 MiB; 16 bytes per MiB of file leave room for the attributes.
 FILE_BYTES_MAX = 500 << 30
 PATH_BYTES_MAX = 4096
+#: Files that the manifest of a commit file lists at most, and bytes of their names: they share its payload.
+MEMBERS_MAX = 50_000
+MEMBER_BYTES_MAX = 6 << 20
 STAGE_PATTERN = r"\A[0-9a-f][0-9a-f.-]{0,99}\Z"
 
 _stage = re.compile(STAGE_PATTERN)
@@ -29,12 +32,33 @@ _Time = Annotated[int, msgspec.Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
 _Id32 = Annotated[int, msgspec.Meta(ge=0, le=(1 << 32) - 1)]
 
 
+class Base(msgspec.Struct, frozen=True, array_like=True):
+    """What lay on the PFS under the file's path when this content was made: inode, size in bytes, mtime in ns."""
+
+    ino: _Count
+    size: _Count
+    mtime_ns: _Time
+
+
+class Member(msgspec.Struct, frozen=True, array_like=True):
+    """A file at or below a commit file's directory when that was published: name relative to the directory, size in
+    bytes, xxh3_128 of it (empty: not known)."""
+
+    name: Annotated[bytes, msgspec.Meta(min_length=1, max_length=PATH_BYTES_MAX)]
+    size: _Count
+    digest: Annotated[bytes, msgspec.Meta(max_length=DIGEST_BYTES)]
+
+
 class Manifest(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """One content and the attributes its file had. Sizes in bytes, times in ns since the epoch.
 
     ``path`` is relative to the mount's root ("" when the file had no name). ``blocks`` are the blocks' digests one
     after the other, ``tree`` the digest of those, ``digest`` the file's. ``revision`` is the catalogue's at
-    publication, 0 before it: ``published`` is false for bytes that only an fsync made safe.
+    publication, 0 before it: ``published`` is false for bytes that only an fsync made safe. ``base`` is what the PFS
+    had under this path, None for nothing. ``members`` of a commit file are the files beside and below it, so that
+    ``recover`` never takes a set of mixed generations for whole; empty: not known.
+
+    Fields are only ever added at the end, with a default: older manifests lack them, older readers pass over them.
     """
 
     version: Annotated[int, msgspec.Meta(ge=MANIFEST_VERSION, le=MANIFEST_VERSION)] = MANIFEST_VERSION
@@ -54,6 +78,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     origin: Annotated[str, msgspec.Meta(max_length=255)]
     revision: _Count
     published: bool
+    base: Base | None = None
+    members: Annotated[tuple[Member, ...], msgspec.Meta(max_length=MEMBERS_MAX)] = ()
 
     def block(self, index: int) -> bytes:
         """Digest of block ``index``."""
@@ -79,8 +105,13 @@ def check_stage(stage: str) -> str:
 
 
 def encode(manifest: Manifest) -> bytes:
-    """Bytes of a manifest. Raises ``CorruptError`` for one that ``decode`` would refuse."""
+    """Bytes of a manifest; a list of members that does not fit is left out.
+
+    Raises ``CorruptError`` for a manifest that ``decode`` would refuse.
+    """
     data = _encoder.encode(manifest)
+    if len(data) > MANIFEST_BYTES_MAX and manifest.members:
+        data = _encoder.encode(msgspec.structs.replace(manifest, members=()))
     decode(data)
     return data
 
@@ -100,6 +131,10 @@ def decode(data: bytes | bytearray | memoryview) -> Manifest:
     if tree_digest([manifest.blocks]) != manifest.tree:
         raise CorruptError(f"manifest of {manifest.stage}: its tree digest is not that of its blocks")
     _check_path(manifest.path)
+    if sum(len(member.name) + DIGEST_BYTES for member in manifest.members) > MEMBER_BYTES_MAX:
+        raise CorruptError(f"manifest of {manifest.stage}: its list of members is too long")
+    for member in manifest.members:
+        _check_path(member.name)
     return manifest
 
 

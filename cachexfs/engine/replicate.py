@@ -14,13 +14,15 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import msgspec
 import trio
 
 from cachexfs.core import manifest as manifests
 from cachexfs.core import namespace
+from cachexfs.core.commitfiles import is_commit_name, is_pointer_name
 from cachexfs.core.digest import BLOCK_BYTES, block_digest
-from cachexfs.core.manifest import Manifest
-from cachexfs.core.records import AnyRecord, Copy, Generation, Inode, Life
+from cachexfs.core.manifest import MEMBERS_MAX, Base, Manifest, Member
+from cachexfs.core.records import ROOT_FID, AnyRecord, Copy, Dirent, Generation, Inode, Life
 from cachexfs.engine.content import Reader
 from cachexfs.engine.files import Files, Vnode
 from cachexfs.engine.interfaces import Synced
@@ -54,9 +56,11 @@ class Replicator:
         self.reader = reader
         self._sent: dict[tuple[str, str], _Sent] = {}
         self._wanted: dict[int, None] = {}
+        self._renewed: dict[int, None] = {}  # files whose partners' manifests may say what is past
         self._busy: set[int] = set()
         self._retry_s: dict[int, float] = {}
         self._wake = trio.Event()
+        self._renew_wake = trio.Event()
         self._changed = trio.Event()
         self._nursery: trio.Nursery | None = None
         self._slots = trio.CapacityLimiter(SENDERS_MAX)
@@ -65,9 +69,13 @@ class Replicator:
     # ---- what is wanted
     def notice(self, changes: list[tuple[bytes, AnyRecord | None, AnyRecord | None]]) -> None:
         """Catalogue listener: contents that changed, nodes that came or went."""
-        for key, _, new in changes:
+        for key, old, new in changes:
             if isinstance(new, (Inode, Generation)):
                 self._want(int(key[2:], 16))
+                if isinstance(old, Inode) and isinstance(new, Inode) and _outdates(old, new):
+                    self._renew(int(key[2:], 16))
+            elif isinstance(new, Dirent) and new != old:
+                self._renew(new.fid)
             elif key.startswith(b"l/") or isinstance(new, Life):
                 self.review()
         self._changed.set()
@@ -83,6 +91,24 @@ class Replicator:
         if self._lacking(fid):
             self._wanted[fid] = None
             self._wake.set()
+
+    def _renew(self, fid: int) -> None:
+        """A file, or all below a directory, may have another path or base than its partners' manifests say."""
+        stack, view = [fid], self.node.catalogue.view
+        while stack and self.node.replica_count and self.node.peers is not None:
+            fid = stack.pop()
+            stack += [entry.fid for entry in view.children(fid).values()]
+            if self._holders_beyond(fid):
+                self._renewed[fid] = None
+                self._renew_wake.set()
+
+    def _holders_beyond(self, fid: int) -> list[str]:
+        """Other nodes with a replica of a file's content, if it is this node that keeps their manifests right."""
+        inode = self.node.catalogue.view.inode(fid)
+        if inode is None or not inode.copies or self.node.holders(inode)[:1] != [self.node.name]:
+            return []
+        copies = [copy for copy in self.node.live_copies(inode) if copy.tier == "nvme"]
+        return [copy.node for copy in copies if copy.node != self.node.name]
 
     def _lacking(self, fid: int) -> list[str]:
         """Partners that should get this node's copy of a file's content and have none."""
@@ -103,6 +129,7 @@ class Replicator:
         """Send what is wanted, until cancelled."""
         async with trio.open_nursery() as nursery:
             self._nursery = nursery
+            nursery.start_soon(self._keep_manifests)
             self.review()
             while True:
                 await self._wake.wait()
@@ -112,6 +139,43 @@ class Replicator:
                         del self._wanted[fid]
                         self._busy.add(fid)
                         nursery.start_soon(self._serve, fid)
+
+    async def _keep_manifests(self) -> None:
+        while True:
+            await self._renew_wake.wait()
+            self._renew_wake = trio.Event()
+            while self._renewed:
+                fid = next(iter(self._renewed))
+                del self._renewed[fid]
+                await self._renew_manifests(fid)
+
+    async def _renew_manifests(self, fid: int) -> None:
+        """Tell the partners a file's present path, attributes and base. The bytes stay as they are."""
+        view = self.node.catalogue.view
+        inode, content = view.inode(fid), view.generation(fid)
+        if inode is None or content is None or self.node.peers is None:
+            return
+        for name in self._holders_beyond(fid):
+            sent = self._sent.setdefault((name, content.stage), _Sent())
+            try:
+                async with sent.lock:
+                    with trio.fail_after(COMMIT_DEADLINE_S):
+                        held = manifests.decode(await self.node.peers.manifest(name, content.stage))
+                        digests = held.digest, held.tree, [held.blocks]
+                        manifest = self._manifest(fid, inode, content.stage, content.size, digests, content)
+                        # What the commit file stood for does not change with what lies beside it later.
+                        members = held.members or manifest.members
+                        manifest = msgspec.structs.replace(manifest, origin=held.origin, members=members)
+                        vnode = self.files.known(fid)
+                        if held.tree != content.tree or manifest == held or (vnode is not None and vnode.dirty):
+                            continue  # what is being written brings its own manifest
+                        await self.node.peers.commit(name, content.stage, manifests.encode(manifest))
+            except (CacheXError, OSError, trio.TooSlowError) as error:
+                # Only ``recover`` reads it, and nothing claims that it is new: a later change tries again.
+                log.warning("the manifest of %r at %s stays as it was: %s", self.reader.path(fid), name, error)
+            finally:
+                if not sent.blocks and not sent.ahead_bytes and not sent.lock.locked():
+                    self._sent.pop((name, content.stage), None)
 
     async def _serve(self, fid: int) -> None:
         try:
@@ -204,12 +268,37 @@ class Replicator:
         self, fid: int, inode: Inode, stage: str, size: int,
         digests: tuple[bytes, bytes, list[bytes]], content: Generation | None,
     ) -> Manifest:  # fmt: skip
+        path = self.reader.path(fid) or b""
+        base = None
+        if inode.pfs is not None and not inode.pfs.hidden and inode.pfs.gen != (content.gen if content else -1):
+            base = Base(inode.pfs.ino, inode.pfs.size, inode.pfs.mtime_ns)
         return Manifest(
-            fid=fid, path=self.reader.path(fid) or b"", stage=stage, size=size, digest=digests[0], tree=digests[1],
+            fid=fid, path=path, stage=stage, size=size, digest=digests[0], tree=digests[1],
             blocks=b"".join(digests[2]), mode=inode.mode, uid=inode.uid, gid=inode.gid, mtime_ns=inode.mtime_ns,
             atime_ns=inode.atime_ns, gen=content.gen if content else inode.gen + 1, origin=self.node.name,
             revision=self.node.catalogue.view.published_at(fid) if content else 0, published=content is not None,
+            base=base, members=self._members(fid, path) if content else (),
         )  # fmt: skip
+
+    def _members(self, fid: int, path: bytes) -> tuple[Member, ...]:
+        """What lies beside and below a commit file and is not newer: the very contents that it stands for."""
+        name = path.rpartition(b"/")[2]
+        if not is_commit_name(name) or is_pointer_name(name):
+            return ()
+        view, found = self.node.catalogue.view, []
+        published = view.published_at(fid)
+        stack = [(b"", parent) for parent, _ in view.names_of(fid)[:1] if parent != ROOT_FID]
+        while stack:
+            prefix, directory = stack.pop()
+            for name, entry in view.children(directory).items():
+                content = view.generation(entry.fid)
+                if entry.kind == "d":
+                    stack.append((prefix + name + b"/", entry.fid))
+                elif content is not None and entry.fid != fid and view.published_at(entry.fid) < published:
+                    found.append(Member(prefix + name, content.size, content.digest))
+            if len(found) + len(stack) > MEMBERS_MAX:
+                return ()
+        return tuple(sorted(found, key=lambda member: member.name))
 
     async def _send(self, name: str, fd: int, manifest: Manifest, digests: Sequence[bytes]) -> str:
         """Send the blocks that the partner lacks, then make the copy durable; returns the partner's store."""
@@ -283,6 +372,13 @@ class Replicator:
     async def changed(self) -> None:
         """Return at the next change of the catalogue."""
         await self._changed.wait()
+
+
+def _outdates(old: Inode, new: Inode) -> bool:
+    """Whether a change of the record makes the partners' manifests say what is past."""
+    attributes = (old.mode, old.uid, old.gid, old.mtime_ns) != (new.mode, new.uid, new.gid, new.mtime_ns)
+    landed = new.pfs is not None and old.pfs != new.pfs and new.pfs.gen != new.gen
+    return old.gen == new.gen and (attributes or landed)
 
 
 def _digest_range(fd: int, start: int, end: int) -> list[tuple[int, bytes]]:
