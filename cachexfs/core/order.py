@@ -16,7 +16,7 @@ Directory attributes (``DIRATTR``) are not ordered: they come when nothing in or
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from cachexfs.core.commitfiles import is_unfinished_marker
 from cachexfs.core.records import Op, OpKind
@@ -79,11 +79,15 @@ class _Queue:
         self._live.discard(seq)
         return not self._live
 
-    def first(self) -> Seq | None:
+    def first(self, passing: Collection[bytes] = ()) -> Seq | None:
+        """The smallest, but for those whose key is in ``passing``."""
         items, live = self._items, self._live
         while self._head < len(items) and items[self._head] not in live:
             self._head += 1
-        return items[self._head] if self._head < len(items) else None
+        at = self._head
+        while at < len(items) and (items[at] not in live or items[at][1] in passing):
+            at += 1
+        return items[at] if at < len(items) else None
 
 
 class PendingOrder:
@@ -119,8 +123,12 @@ class PendingOrder:
             if queue is not None and queue.discard(seq):
                 del table[path]
 
-    def blocker(self, key: bytes) -> bytes | None:
-        """Key of an operation that must land before ``key``; None when it may land now."""
+    def blocker(self, key: bytes, passing: Collection[bytes] = ()) -> bytes | None:
+        """Key of an operation that must land before ``key``; None when it may land now.
+
+        ``passing``: operations that a commit operation does not wait for because they are in or below its directory
+        (but because of their path it does).
+        """
         found = self._ops.get(key)
         if found is None:
             return None
@@ -138,9 +146,10 @@ class PendingOrder:
             if first is not None:
                 return first
         if op.commit:
-            first = self._first_of((self._under, op.below), before=seq)
+            first = self._first_of((self._under, op.below), before=seq, passing=passing)
             if first is None and op.target is not None:
-                first = self._first_of((self._under, op.target), (self._at, op.target), before=seq)
+                places = (self._under, op.target), (self._at, op.target)
+                first = self._first_of(*places, before=seq, passing=passing)
             return first
         return None
 
@@ -184,10 +193,12 @@ class PendingOrder:
                 return True
         return False
 
-    def _first_of(self, *places: tuple[dict[bytes, _Queue], bytes], before: Seq | None) -> bytes | None:
+    def _first_of(
+        self, *places: tuple[dict[bytes, _Queue], bytes], before: Seq | None, passing: Collection[bytes] = ()
+    ) -> bytes | None:
         for table, path in places:
             queue = table.get(path)
-            first = queue.first() if queue is not None else None
+            first = queue.first(passing) if queue is not None else None
             if first is not None and (before is None or first < before):
                 return first[1]
         return None

@@ -38,6 +38,14 @@ RETRY_FIRST_S, RETRY_MAX_S = 0.25, 15.0
 STALL_S = 20.0  # without progress, a call on the PFS counts as hung
 
 
+_ANY_GEN = 1 << 62
+
+
+def _gen_of(hidden: str) -> int:
+    """The generation in a hidden name: ``<stage>-<size>``."""
+    return int(hidden.split(".")[1].partition("-")[0], 16)
+
+
 @dataclass(slots=True)
 class _State:
     """One operation of this node: whether its file is ready under the hidden name, and when to try again."""
@@ -68,9 +76,11 @@ class Drainer:
         self.order = PendingOrder()
         self.progress = Progress()
         self._states: dict[bytes, _State] = {}
-        self._waiters: dict[bytes, set[bytes]] = {}
+        self._waiters: dict[bytes, dict[bytes, None]] = {}
         self._runnable: dict[bytes, None] = {}
-        self._prepared: dict[str, bytes] = {}
+        self._prepared: dict[str, bytes] = {}  # hidden name -> tree digest of what an fsync put there
+        self._made: dict[int, dict[str, None]] = {}  # file id -> hidden names that may exist
+        self._full: set[bytes] = set()  # PUTs that the PFS has no room for
         self._wake = trio.Event()
         self._nursery: trio.Nursery | None = None
         self._copy_slots = trio.CapacityLimiter(max(1, node.options.drain_workers))
@@ -105,6 +115,7 @@ class Drainer:
         self._states.pop(key, None)
         self._runnable.pop(key, None)
         self.progress.errors.pop(key, None)
+        self._full.discard(key)
         for waiter in self._waiters.pop(key, ()):
             self._consider(waiter)
         self._landed.set()
@@ -132,16 +143,21 @@ class Drainer:
             return
         if op.kind == OpKind.PUT and not op.cancelled and self.files.busy(op.fid):
             return
-        blocker = self.order.blocker(key)
-        if blocker is not None and blocker != key:
+        blocker = self._blocker(key, op)
+        if blocker is not None:
             state.waiting_for = blocker
-            self._waiters.setdefault(blocker, set()).add(key)
+            self._waiters.setdefault(blocker, {})[key] = None
             if op.kind != OpKind.PUT or state.ready or op.cancelled:
                 return
         else:
             state.waiting_for = None
         self._runnable[key] = None
         self._wake.set()
+
+    def _blocker(self, key: bytes, op: Op) -> bytes | None:
+        """What must land before an operation. A removal does not wait for data that the PFS has no room for."""
+        passing = self._full if op.kind in (OpKind.UNLINK, OpKind.RMDIR) else ()
+        return self.order.blocker(key, passing)
 
     async def run(self) -> None:
         """Carry out what can be carried out, until cancelled."""
@@ -170,6 +186,10 @@ class Drainer:
                 return  # removed meanwhile, with its bytes: no error
             state.delay_s = min(max(state.delay_s * 2, RETRY_FIRST_S), RETRY_MAX_S)
             state.failed = True
+            if op.kind == OpKind.PUT and isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+                self._full.add(key)
+                for waiter in self._waiters.pop(key, ()):
+                    self._consider(waiter)
             await self._show(key, op, error, state.delay_s)
             await trio.sleep(state.delay_s)
         finally:
@@ -197,45 +217,65 @@ class Drainer:
             await self._put(key, op, state)
         else:
             async with self._meta_slots:
-                if self.order.blocker(key) in (None, key):
+                if self._blocker(key, op) is None:
                     await self._other(key, op)
 
     async def _put(self, key: bytes, op: Op, state: _State) -> None:
-        inode = self.node.catalogue.view.inode(op.fid)
-        if op.cancelled or inode is None or self._superseded(key, op):
-            await self._give_up(key, op, state)
+        if self._unneeded(key, op):
+            await self._give_up(key, op)
             return
         if self.files.busy(op.fid):
             return  # its last close brings it back: see ``released``
         if not state.ready:
             async with self._copy_slots:
-                await self._prepare(op, inode)
+                await self._prepare(op, self.node.catalogue.view.inode(op.fid))
             state.ready = True
-        if self.order.blocker(key) is not None:
+            self._full.discard(key)
+        if self._blocker(key, op) is not None:
             return
         current = self.node.catalogue.view.op(key)
-        inode = self.node.catalogue.view.inode(op.fid)
-        if current is None or current.cancelled or inode is None:
-            await self._give_up(key, op, state)
+        if current is None or self._unneeded(key, current):
+            await self._give_up(key, op)
             return
         assert self.node.pfs is not None
+        used = self._attrs(self.node.catalogue.view.inode(op.fid))
         try:
             async with self._meta_slots:
-                found = await self.node.pfs.land(self._hidden(op), op.path, self._attrs(inode), STALL_S)
+                found = await self.node.pfs.land(self._hidden(op), op.path, used, STALL_S)
         except FileNotFoundError as error:
             if error.errno == errno.ENODATA:  # the prepared file is gone: make it again and say so
                 state.ready = False
                 self._prepared.pop(self._hidden(op), None)
             raise
-        await self._landed_put(key, op, inode, found)
+        await self._landed_put(key, op, used, found)
 
-    async def _give_up(self, key: bytes, op: Op, state: _State) -> None:
+    def _unneeded(self, key: bytes, op: Op) -> bool:
+        """Whether a PUT need not land: removed since (and no commit file wants it all the same), or superseded."""
+        view = self.node.catalogue.view
+        if view.inode(op.fid) is not None:
+            return op.cancelled or self._superseded(key, op)
+        return op.cancelled or not self.order.claimed_after(key, lambda fid: view.inode(fid) is not None)
+
+    async def _give_up(self, key: bytes, op: Op) -> None:
         """An operation need not land any more: its prepared file goes first."""
-        hidden = self._hidden(op)
-        if self.node.pfs is not None and (state.ready or hidden in self._prepared or state.delay_s):
-            await self.node.pfs.discard(hidden, STALL_S)
-        self._prepared.pop(hidden, None)
+        await self._discard(op.fid, self._hidden(op))
         await self._finish(key)
+
+    async def _discard(self, fid: int, *names: str) -> None:
+        """Remove prepared files that are not to land."""
+        made = self._made.get(fid, {})
+        for hidden in [name for name in names if name in made]:
+            assert self.node.pfs is not None
+            await self.node.pfs.discard(hidden, STALL_S)
+            self._settle(fid, hidden)
+
+    def _settle(self, fid: int, hidden: str) -> None:
+        """A hidden name is free again."""
+        self._prepared.pop(hidden, None)
+        made = self._made.get(fid, {})
+        made.pop(hidden, None)
+        if not made:
+            self._made.pop(fid, None)
 
     def released(self, fid: int) -> None:
         """A writer has closed a file: what waited for that may go on."""
@@ -251,28 +291,43 @@ class Drainer:
     def _hidden(self, op: Op) -> str:
         return f"{op.stage or f'{op.fid:x}.{op.gen:x}'}-{op.size:x}"
 
-    async def _prepare(self, op: Op, inode: Inode) -> None:
+    async def _prepare(self, op: Op, inode: Inode | None, tree: bytes = b"") -> None:
+        """Copy the bytes of a PUT to a hidden name. ``tree``: their digest, when an fsync asks.
+
+        What an earlier fsync has put there is used if it is the same: a staged file that is still being written keeps
+        its name while its bytes change.
+        """
         hidden = self._hidden(op)
-        if hidden in self._prepared:
+        content = self.node.catalogue.view.generation(op.fid)
+        if not tree and content is not None and content.gen == op.gen:
+            tree = content.tree
+        if tree and self._prepared.get(hidden) == tree:
             return
+        self._prepared.pop(hidden, None)
         source = "/dev/null" if not op.size else self.node.local_path(op.stage, op.size)
         if source is None:
             raise FsError(errno.EIO, f"no whole copy of generation {op.gen} on node {self.node.name}")
         assert self.node.pfs is not None
+        attrs, base = self._attrs(inode), inode.pfs if inode is not None else None
         record = msgspec.msgpack.encode(
-            {"path": op.path, "fid": op.fid, "gen": op.gen, "size": op.size, "mode": inode.mode, "uid": inode.uid,
-             "gid": inode.gid, "mtime_ns": inode.mtime_ns, "base": None if inode.pfs is None else
-             [inode.pfs.ino, inode.pfs.size, inode.pfs.mtime_ns]}
+            {"path": op.path, "fid": op.fid, "gen": op.gen, "size": op.size, "node": self.node.name,
+             "mode": attrs.mode, "uid": attrs.uid, "gid": attrs.gid, "mtime_ns": attrs.mtime_ns,
+             "base": None if base is None else [base.ino, base.size, base.mtime_ns]}
         )  # fmt: skip
-        await self.node.pfs.prepare(source, op.size, hidden, self._attrs(inode), record, STALL_S)
+        self._made.setdefault(op.fid, {})[hidden] = None
+        await self.node.pfs.prepare(source, op.size, hidden, attrs, record, STALL_S)
         self.progress.landed_bytes += op.size
 
-    async def _landed_put(self, key: bytes, op: Op, inode: Inode, found: PfsStat) -> None:
-        self._prepared.pop(self._hidden(op), None)
-        hidden = inode.pfs.hidden if inode.pfs is not None else ""
+    async def _landed_put(self, key: bytes, op: Op, used: PfsAttrs, found: PfsStat) -> None:
+        """A file is under its name: what is left of earlier states goes, then the claim is made."""
+        assert self.node.pfs is not None
+        self._settle(op.fid, self._hidden(op))
+        inode = self.node.catalogue.view.inode(op.fid)
+        if inode is not None and inode.pfs is not None and inode.pfs.hidden:
+            await self.node.pfs.run("unlink", b".cachexfs/held/" + inode.pfs.hidden.encode(), b"", None, STALL_S)
+        await self._discard(op.fid, *self._stale(op.fid, op.gen))
         now_s = self.node.clock.now_s()
         copy = PfsCopy(op.gen, now_s, found.ino, found.size, found.mtime_ns)
-        used = self._attrs(inode)
 
         def land(tx: Tx) -> None:
             if finish_op(tx, ctx, key) is None:
@@ -285,18 +340,21 @@ class Drainer:
                 now, pfs=copy, t_pfs_s=now_s if current else now.t_pfs_s, error="" if current else now.error
             )
             tx.put(rec.inode_key(op.fid), now)
+            if current and self._attrs(now) != used and not any(o.kind == OpKind.ATTR for _, o in tx.ops_of(op.fid)):
+                tx.put(rec.op_key(ctx.next_op()), Op(OpKind.ATTR, op.path, ctx.node, fid=op.fid))
 
         ctx = self.node.ctx()
         await self.node.catalogue.mutate(land)
         self.progress.landed_ops += 1
-        assert self.node.pfs is not None
-        if hidden:
-            await self.node.pfs.run("unlink", b".cachexfs/held/" + hidden.encode(), b"", None, STALL_S)
-        now = self.node.catalogue.view.inode(op.fid)
-        if now is not None and now.gen == op.gen and self._attrs(now) != used:
-            await self.node.pfs.run("attr", op.path, b"", self._attrs(now), STALL_S)
 
-    def _attrs(self, inode: Inode, times: DirTimes | None = None) -> PfsAttrs:
+    def _stale(self, fid: int, gen: int) -> list[str]:
+        """Hidden names that fsyncs made of contents up to a generation, and that no pending operation will land."""
+        wanted = {self._hidden(op) for _, op in self.node.catalogue.view.ops_of(fid) if op.kind == OpKind.PUT}
+        return [name for name in self._made.get(fid, ()) if name not in wanted and _gen_of(name) <= gen]
+
+    def _attrs(self, inode: Inode | None, times: DirTimes | None = None) -> PfsAttrs:
+        if inode is None:  # it has been removed since, and is there for a moment
+            return PfsAttrs(0o700, None, None, self.node.clock.now_ns(), self.node.clock.now_ns())
         mtime_ns = times.mtime_ns if times is not None else inode.mtime_ns
         return PfsAttrs(inode.mode, inode.uid, inode.gid, inode.atime_ns, mtime_ns)
 
@@ -310,50 +368,81 @@ class Drainer:
         if op.kind in (OpKind.ATTR, OpKind.DIRATTR):
             await self._set_attrs(key, op)
             return
-        if op.kind == OpKind.MKDIR and inode is not None:
+        if op.kind == OpKind.MKDIR:
             await pfs.run("mkdir", op.path, b"", self._attrs(inode), STALL_S)
         elif op.kind == OpKind.SYMLINK and inode is not None:
             await pfs.run("symlink", op.path, op.path2, self._attrs(inode), STALL_S)
         elif op.kind == OpKind.MKNOD and inode is not None:
             await pfs.run(f"mknod:{inode.kind}:{inode.rdev}", op.path, b"", self._attrs(inode), STALL_S)
         elif op.kind == OpKind.RENAME:
-            await self._rename(op)
+            await self._rename(op, inode)
         elif op.kind == OpKind.RMDIR:
             await pfs.run("rmdir", op.path, b"", None, STALL_S)
         elif op.kind == OpKind.UNLINK:
             await pfs.run("unlink", op.path, b"", None, STALL_S)
             if op.path2:
                 await pfs.run("unlink", b".cachexfs/held/" + op.path2, b"", None, STALL_S)
-        await self._finish(key)
-        if op.kind == OpKind.SYMLINK or op.kind == OpKind.MKNOD:
-            await self._note_landed(op.fid)
+            await self._discard(op.fid, *self._stale(op.fid, _ANY_GEN))
+        if op.kind in (OpKind.SYMLINK, OpKind.MKNOD):
+            await self._note_landed(key, op.fid)
+        else:
+            await self._finish(key)
 
-    async def _rename(self, op: Op) -> None:
-        assert self.node.pfs is not None
+    async def _rename(self, op: Op, inode: Inode | None) -> None:
+        """A rename, recognising that it has been done before this daemon's life.
+
+        Of a file that has been removed since, neither name is to be there: to show it under the new one even for a
+        moment could complete a checkpoint whose other files are gone.
+        """
+        pfs = self.node.pfs
+        assert pfs is not None
+        if inode is not None and inode.pfs is not None and inode.pfs.hidden:
+            return  # it was withdrawn, and stays where it is held
+        if inode is None and (found := await self._stat(op.path)) is not None and found.kind != "d":
+            await pfs.run("unlink", op.path2, b"", None, STALL_S)
+            await pfs.run("unlink", op.path, b"", None, STALL_S)
+            return
         try:
-            await self.node.pfs.run("rename", op.path, op.path2, None, STALL_S)
+            await pfs.run("rename", op.path, op.path2, None, STALL_S)
         except FileNotFoundError:
-            # The file was removed later, so its drain was cancelled: there is nothing to rename, and the removal
-            # of the new name follows.
-            if self.node.catalogue.view.inode(op.fid) is not None:
+            there = await self._stat(op.path2)
+            if inode is None:
+                if there is not None and there.kind != "d":
+                    await pfs.run("unlink", op.path2, b"", None, STALL_S)
+                return
+            if there is None or there.kind != inode.kind:
+                raise
+            if inode.pfs is not None and inode.kind == "f" and there.ino != inode.pfs.ino:
                 raise
 
-    async def _note_landed(self, fid: int) -> None:
+    async def _stat(self, path: bytes) -> PfsStat | None:
+        assert self.node.pfs is not None
+        try:
+            return await self.node.pfs.stat(path, STALL_S)
+        except FileNotFoundError:
+            return None
+
+    async def _note_landed(self, key: bytes, fid: int) -> None:
         """A symlink or special file is on the PFS."""
         now_s = self.node.clock.now_s()
 
+        ctx = self.node.ctx()
+
         def note(tx: Tx) -> None:
             inode = tx.inode(fid)
-            if inode is not None:
+            if finish_op(tx, ctx, key) is not None and inode is not None:
                 pfs = PfsCopy(inode.gen, now_s, 0, inode.size, inode.mtime_ns)
                 tx.put(rec.inode_key(fid), msgspec.structs.replace(inode, pfs=pfs, t_pfs_s=now_s))
 
         await self.node.catalogue.mutate(note)
+        self.progress.landed_ops += 1
 
     async def _withdraw(self, key: bytes, op: Op) -> None:
         """Take a commit file off the PFS before what it names changes there. The claim falls first."""
         assert self.node.pfs is not None
         hidden = f"{op.fid:x}.{op.gen:x}"
+        before = self.node.catalogue.view.inode(op.fid)
+        again = before is not None and before.pfs is not None and before.pfs.hidden == hidden
 
         def fall(tx: Tx) -> bool:
             inode = tx.inode(op.fid)
@@ -364,8 +453,14 @@ class Drainer:
             tx.put(rec.inode_key(op.fid), msgspec.structs.replace(inode, pfs=pfs, t_pfs_s=0.0, error=why))
             return True
 
-        if await self.node.catalogue.mutate(fall):
-            await self.node.pfs.run("hide", op.path, hidden.encode(), None, STALL_S)
+        if not await self.node.catalogue.mutate(fall):
+            await self.node.pfs.run("unlink", op.path, b"", None, STALL_S)  # it was removed or replaced since
+        else:
+            try:
+                await self.node.pfs.run("hide", op.path, hidden.encode(), None, STALL_S)
+            except FileNotFoundError:
+                if not again:
+                    raise
         await self._finish(key)
 
     async def _set_attrs(self, key: bytes, op: Op) -> None:
@@ -376,10 +471,10 @@ class Drainer:
             return
         seen = view.entry(rec.inode_key(op.fid))
         path = op.path
-        if inode is not None:
+        if inode is not None and (inode.pfs is None or not inode.pfs.hidden):
             times = view.dir_times(op.fid) if op.kind == OpKind.DIRATTR else None
             if op.kind == OpKind.DIRATTR:
-                path = self.reader.path(op.fid) or b""
+                path = self.reader.pfs_path(op.fid) or b""
             await self.node.pfs.run("attr", path, b"", self._attrs(inode, times), STALL_S)
 
         def done(tx: Tx) -> None:
@@ -409,7 +504,7 @@ class Drainer:
             path = self.reader.path(vnode.fid) or b""
             op = Op(OpKind.PUT, path, self.node.name, vnode.fid, vnode.content.gen + 1, size=size, stage=vnode.stage)
             async with self._copy_slots:
-                await self._prepare(op, inode)
+                await self._prepare(op, inode, digests[1])
             again = await self.files.snapshot(vnode)
             if again[1] == size and again[2][1] == digests[1]:
                 self._prepared[self._hidden(op)] = digests[1]
@@ -421,8 +516,10 @@ class Drainer:
         view = self.node.catalogue.view
         while True:
             inode, content = view.inode(fid), view.generation(fid)
-            if inode is None or content is None or content.open or self.node.on_pfs(inode):
+            if inode is None or content is None or content.open:
                 return
+            if inode.pfs is not None and inode.pfs.gen == inode.gen:
+                return  # a withdrawn file, too, is there, under a hidden name
             keys = [k for k, op in view.ops_of(fid) if op.kind == OpKind.PUT and op.gen == inode.gen]
             if any((state := self._states.get(k)) is not None and state.ready for k in keys):
                 return
