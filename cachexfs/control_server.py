@@ -185,8 +185,8 @@ class ControlServer:
         }  # fmt: skip
 
     def _checkpoint(self, found: Checkpoint) -> Answer:
-        records = [inode for _, _, inode in self.completeness.walk(found.fid)]
-        stage = min((self.node.boundary(i) for i in records), default=Boundary.PFS)
+        records = [(child, inode) for _, child, inode in self.completeness.walk(found.fid)]
+        stage = min((self.node.boundary(f, i) for f, i in records), default=Boundary.PFS)
         if any(piece.reason == "is being written" for piece in found.missing):
             stage = Boundary.WRITING
         return {
@@ -262,8 +262,8 @@ class ControlServer:
             records = [(base, fid, inode)] if inode.kind == "f" else [
                 (n, f, i) for n, f, i in self.completeness.walk(fid)
             ]  # fmt: skip
-            for name, _, record in records:
-                if self.node.boundary(record) in (Boundary.RETURNED, Boundary.LOST):
+            for name, child, record in records:
+                if self.node.boundary(child, record) in (Boundary.RETURNED, Boundary.LOST):
                     reason = record.error or (
                         "no live partner" if not self.node.partners() else "its replica is under way"
                     )

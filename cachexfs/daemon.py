@@ -62,6 +62,7 @@ from cachexfs.engine.recover import Takeover
 from cachexfs.engine.replicate import Replicator
 from cachexfs.errors import EXIT_CANNOT_TELL, EXIT_NOT_DURABLE, CacheXError, CannotTellError, PeerError, UsageError
 from cachexfs.frontend.fuse import TASKS_MAX, Operations
+from cachexfs.mountpoint import unprotect
 from cachexfs.supervisor.client import Supervisor
 from cachexfs.supervisor.messages import Event
 
@@ -516,6 +517,8 @@ class Daemon:
         self.staging.close()
         if self._retired:
             return
+        if not _device(self.options.mountpoint):
+            unprotect(self.options.mountpoint)
         clean = self.exit_code == 0
         if self._registry is not None:
             self._registry.unlink(missing_ok=True)

@@ -23,6 +23,7 @@ from cachexfs.cli.options import OPTIONS, load_options
 from cachexfs.cli.output import write_json
 from cachexfs.config import MountOptions, mount_id
 from cachexfs.errors import EXIT_DONE, CacheXError, CannotTellError, UsageError
+from cachexfs.mountpoint import protect, unprotect
 
 READY_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 5.0
@@ -104,6 +105,7 @@ def _start(options: MountOptions, foreground: bool, timeout_s: float, as_json: b
         command += ["--ready-fd", str(writer)]
     else:
         command, answer_path = _supervised(options, command, text, staging, writer)
+    protect(options.mountpoint)
     daemon = subprocess.Popen(
         command,
         stdin=subprocess.PIPE,
@@ -133,6 +135,7 @@ def _start(options: MountOptions, foreground: bool, timeout_s: float, as_json: b
             )
     except BaseException:
         _stop(daemon, options.mountpoint)
+        unprotect(options.mountpoint)
         raise
     finally:
         os.close(reader)

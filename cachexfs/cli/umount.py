@@ -15,6 +15,7 @@ from cachexfs.cli.progress import bar
 from cachexfs.cli.protocol import Unmounted
 from cachexfs.config import mount_id
 from cachexfs.errors import EXIT_CANNOT_TELL, EXIT_DONE, EXIT_NOT_DURABLE, CannotTellError, UsageError
+from cachexfs.mountpoint import unprotect
 
 GONE_TIMEOUT_S = 30.0
 POLL_S = 0.05
@@ -54,6 +55,7 @@ def command(mountpoint: str, timeout_s: float | None, abandon: bool, as_json: bo
                     "mount again with the same options to bring it there")  # fmt: skip
         return EXIT_CANNOT_TELL
     _await_gone(found.mount, entry)
+    unprotect(found.mount.mountpoint)
     left = [{"path": item.path, "reason": item.reason} for item in answer.left]
     if as_json:
         write_json({"mountpoint": found.mount.mountpoint, "left": left})
@@ -70,6 +72,7 @@ def command(mountpoint: str, timeout_s: float | None, abandon: bool, as_json: bo
 
 def _take_away(mount: mounts.KernelMount, entry: mounts.Entry | None) -> None:
     detach(mount.mountpoint)
+    unprotect(mount.mountpoint)
     if entry is None:
         return
     stem = os.path.join(os.path.dirname(entry.socket), mount_id(entry.mountpoint, entry.node))

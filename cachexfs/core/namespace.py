@@ -521,10 +521,14 @@ def add_copy(tx: Tx, ctx: Ctx, fid: int, gen: int, copy: Copy) -> None:
     job = tx.view.job
     replicas = job.replicas if job is not None else 0
     enough = len({c.node for c in copies if tx.view.is_live(c.node)}) > replicas >= 1
+    before = len({c.node for c in inode.copies if tx.view.is_live(c.node)}) > replicas
     tx.put(
         inode_key(fid),
         msgspec.structs.replace(
-            inode, copies=copies, error="", t_partner_s=inode.t_partner_s or (ctx.now_s if enough else 0.0)
+            inode,
+            copies=copies,
+            error="",
+            t_partner_s=inode.t_partner_s if before and inode.t_partner_s else ctx.now_s if enough else 0.0,
         ),
     )
 

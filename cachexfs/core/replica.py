@@ -17,6 +17,7 @@ from enum import Enum
 
 from cachexfs.core.records import (
     JOB_KEY,
+    ROOT_FID,
     AnyRecord,
     Dirent,
     DirTimes,
@@ -26,6 +27,7 @@ from cachexfs.core.records import (
     Life,
     Node,
     Op,
+    OpKind,
     decode,
     dirent_key,
     generation_key,
@@ -93,6 +95,7 @@ class Replica:
         self._subdirs: dict[int, int] = {}
         self._ops: dict[bytes, Entry] = {}
         self._ops_of: dict[int, dict[bytes, None]] = {}
+        self._renames: dict[bytes, bytes] = {}
         self._nodes: dict[str, Node] = {}
         self._lives: dict[str, Life] = {}
 
@@ -165,6 +168,24 @@ class Replica:
         """Number of directories in a directory."""
         return self._subdirs.get(parent, 0)
 
+    def path(self, fid: int) -> bytes | None:
+        """Path of a file id relative to the mount; None when it has no name."""
+        parts = []
+        while fid != ROOT_FID:
+            names = self._parents.get(fid)
+            if not names:
+                return None
+            fid, name = next(iter(names))
+            parts.append(name)
+        return b"/".join(reversed(parts))
+
+    def is_moving(self, fid: int) -> bool:
+        """Whether a rename of the file, or of a directory above it, has not landed on the PFS yet."""
+        if not self._renames:
+            return False
+        path = self.path(fid)
+        return path is not None and any(path == new or path.startswith(new + b"/") for new in self._renames.values())
+
     @property
     def op_count(self) -> int:
         """Number of pending PFS operations."""
@@ -225,6 +246,8 @@ class Replica:
         elif isinstance(record, Op):
             self._ops[key] = entry
             self._ops_of.setdefault(record.fid, {})[key] = None
+            if record.kind == OpKind.RENAME:
+                self._renames[key] = record.path2
         elif isinstance(record, Node):
             self._nodes[record.name] = record
         elif isinstance(record, Life):
@@ -253,6 +276,7 @@ class Replica:
                 self._ops_of.pop(record.fid, None)
             if keep is None:
                 self._ops.pop(key, None)
+            self._renames.pop(key, None)
         elif keep is not None:
             return
         elif isinstance(record, Node):

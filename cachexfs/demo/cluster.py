@@ -28,6 +28,7 @@ from cachexfs.cli.protocol import Status
 from cachexfs.demo import control
 from cachexfs.demo.netns import NodeNetwork
 from cachexfs.errors import CacheXError
+from cachexfs.mountpoint import unprotect
 
 MOUNT_TIMEOUT_S = 90.0
 UMOUNT_TIMEOUT_S = 120.0
@@ -299,6 +300,8 @@ class LocalCluster:
             self.network.down()
         for path in self._scratch:
             shutil.rmtree(path, ignore_errors=True)
+        for node in self.nodes:
+            unprotect(str(node.mountpoint))
         if remove:
             shutil.rmtree(self.root, ignore_errors=True)
 

@@ -35,7 +35,7 @@ class Attributes:
         vnode = self.files.known(fid)
         if inode.writing or (vnode is not None and vnode.dirty):
             return Boundary.WRITING
-        return self.node.boundary(inode)
+        return self.node.boundary(fid, inode)
 
     async def of(self, fid: int) -> dict[str, str]:
         """All attributes of a file or directory, without the prefix. Empty for what has none."""
@@ -46,20 +46,26 @@ class Attributes:
             return await self._directory(fid)
         if inode.kind == "f":
             return self._file(fid, inode)
-        return {"stage": "pfs" if self.node.on_pfs(inode) else "returned"}
+        return {"stage": "pfs" if self.node.on_pfs(fid, inode) else "returned"}
 
     def _file(self, fid: int, inode: Inode) -> dict[str, str]:
         node = self.node
         generation = node.catalogue.view.generation(fid)
         stage = self.stage(fid, inode)
-        on_pfs = node.on_pfs(inode)
+        on_pfs = node.on_pfs(fid, inode)
         found = {"stage": stage.label, "eta.partner": "unknown", "eta.pfs": "unknown"}
         if on_pfs:
             found["eta.pfs"] = "p50=0 p95=0"
         if stage >= Boundary.PARTNER:
             found["eta.partner"] = "p50=0 p95=0"
-        for name, time_s in (("returned", inode.t_returned_s), ("partner", inode.t_partner_s), ("pfs", inode.t_pfs_s)):
-            if time_s:
+        protected = len({copy.node for copy in node.live_copies(inode)}) > node.replica_count or not inode.size
+        times = (
+            ("returned", inode.t_returned_s, True),
+            ("partner", inode.t_partner_s, protected),
+            ("pfs", inode.t_pfs_s, on_pfs),
+        )
+        for name, time_s, holds in times:
+            if time_s and holds and stage != Boundary.WRITING:
                 found[f"t.{name}"] = rfc3339(time_s)
         holders = [f"{copy.node}:{copy.tier}" for copy in node.live_copies(inode)] + (["pfs"] if on_pfs else [])
         found["holders"] = ",".join(holders)
@@ -79,8 +85,8 @@ class Attributes:
     async def _directory(self, fid: int) -> dict[str, str]:
         weakest, pending, error = Boundary.PFS, 0, ""
         for _, child, inode in self.completeness.walk(fid):
-            weakest = min(weakest, self.stage(child, inode) if inode.kind == "f" else self.node.boundary(inode))
-            if not self.node.on_pfs(inode):
+            weakest = min(weakest, self.stage(child, inode) if inode.kind == "f" else self.node.boundary(child, inode))
+            if not self.node.on_pfs(child, inode):
                 pending += inode.size
             error = error or inode.error
         found = {"stage": weakest.label, "pending": str(pending), "eta.partner": "unknown", "eta.pfs": "unknown"}

@@ -152,23 +152,25 @@ class Completeness:
             if members.commit.endswith(b".metadata") and foreign and view.published_at(fid) > published:
                 result.missing.append(Piece(name, inode.origin, f"is newer than {_shown(members.commit)}"))
                 continue
-            boundary = node.boundary(inode, count_pfs=count_pfs)
+            boundary = node.boundary(fid, inode, count_pfs=count_pfs)
             if boundary == Boundary.LOST:
-                result.missing.append(Piece(name, inode.origin, self._why_lost(inode)))
+                result.missing.append(Piece(name, inode.origin, self._why_lost(fid, inode)))
                 continue
             worst = boundary if worst is None else min(worst, boundary)
         result.restartable = worst if not result.missing else None
 
-    def _why_lost(self, inode: Inode) -> str:
+    def _why_lost(self, fid: int, inode: Inode) -> str:
         dead = [c.node for c in inode.copies if not self.node.valid(c)]
         state = self.node.pfs.state if self.node.pfs is not None else "offline"
-        on_pfs = f"its copy on the PFS cannot be read now ({state})" if self.node.on_pfs(inode) else "not on the PFS"
+        on_pfs = (
+            f"its copy on the PFS cannot be read now ({state})" if self.node.on_pfs(fid, inode) else "not on the PFS"
+        )
         return f"no live copy: held by {', '.join(dead) or 'nobody'}; {on_pfs}"
 
     def _sum(self, result: Checkpoint, tree: dict[bytes, tuple[int, Inode]], needed: set[bytes]) -> None:
         records = [tree[name][1] for name in needed if name in tree]
         result.files, result.bytes = len(records), sum(inode.size for inode in records)
-        result.pending = sum(inode.size for _, inode in tree.values() if not self.node.on_pfs(inode))
+        result.pending = sum(inode.size for fid, inode in tree.values() if not self.node.on_pfs(fid, inode))
         result.holders = tuple(sorted({copy.node for inode in records for copy in self.node.live_copies(inode)}))
         result.error = next((inode.error for inode in records if inode.error), "")
         if records:

@@ -21,7 +21,7 @@ import trio
 from cachexfs.core import manifest as manifests
 from cachexfs.core import namespace
 from cachexfs.core.digest import BLOCK_BYTES, block_count, block_digest, block_length, split_blocks, tree_digest
-from cachexfs.core.records import ROOT_FID, Copy, Generation, OpKind
+from cachexfs.core.records import Copy, Generation, OpKind
 from cachexfs.engine.files import copy_bytes
 from cachexfs.engine.node import Node
 from cachexfs.errors import CacheXError, CorruptError, FsError
@@ -32,7 +32,7 @@ CACHE_BLOCKS_MAX = 128
 PFS_DEADLINE_S = 15.0
 PEER_DEADLINE_S = 15.0
 
-BlockKey = tuple[str, int, int]  # (stage or fid.gen, size, block index)
+BlockKey = tuple[int, int, int]  # (file id, generation, block index)
 
 
 class Reader:
@@ -48,16 +48,7 @@ class Reader:
     # ---- names
     def path(self, fid: int) -> bytes | None:
         """Path relative to the mount; None when the file has no name."""
-        parts = []
-        view = self.node.catalogue.view
-        while fid != ROOT_FID:
-            names = view.names_of(fid)
-            if not names:
-                return None
-            parent, name = names[0]
-            parts.append(name)
-            fid = parent
-        return b"/".join(reversed(parts))
+        return self.node.catalogue.view.path(fid)
 
     def pfs_path(self, fid: int) -> bytes | None:
         """Where a file lies on the PFS now: its name, taken back through the renames that have not landed."""
@@ -105,7 +96,7 @@ class Reader:
             os.pwrite(fd, block[: length - index * BLOCK_BYTES], index * BLOCK_BYTES)
 
     async def _block(self, fid: int, content: Generation, index: int) -> bytes:
-        key = (content.stage or f"{fid:x}.{content.gen}", content.size, index)
+        key = (fid, content.gen, index)
         while True:
             found = self._blocks.get(key)
             if found is not None:

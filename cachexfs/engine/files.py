@@ -35,6 +35,7 @@ log = logging.getLogger(__name__)
 
 POINTER_BYTES_MAX = 4096
 WATCH_INTERVAL_S = 0.05
+SETTLE_S = 0.25
 PASS_ROOM_BYTES_MIN = 256 << 20  # what a passed writer may write between two looks, with something to spare
 WRITABLE = os.O_WRONLY | os.O_RDWR
 UNWRITABLE = 1 << 62  # as ``sealed``: every write continues in a private copy
@@ -293,6 +294,15 @@ class Files:
         """Whether a writer may still change the staged bytes of the file's newest generation."""
         vnode = self._current.get(fid)
         return vnode is not None and (vnode.passed > 0 or (vnode.content.open and vnode.writers > 0))
+
+    async def settle(self, vnode: Vnode) -> None:
+        """Give the RELEASE of a closed passed writer time to arrive before somebody else changes the file.
+
+        A writer that really is still open shares the file with the newcomer, who writes in place then.
+        """
+        with trio.move_on_after(SETTLE_S):
+            while vnode.passed:  # noqa: ASYNC110
+                await trio.sleep(0.001)
 
     async def watch(self) -> None:
         """Follow files that grow without asking: send ahead, make room. Until cancelled."""

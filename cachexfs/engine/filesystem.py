@@ -26,7 +26,7 @@ from cachexfs.core.replica import Tx
 from cachexfs.engine.attributes import PREFIX, Attributes
 from cachexfs.engine.content import Reader
 from cachexfs.engine.drain import Drainer
-from cachexfs.engine.files import Files, Handle, Vnode, attrs_of
+from cachexfs.engine.files import WRITABLE, Files, Handle, Vnode, attrs_of
 from cachexfs.engine.hold import Keeper
 from cachexfs.engine.node import Node
 from cachexfs.engine.pfs_import import Importer
@@ -287,7 +287,7 @@ class Filesystem:
             return
         if inode is None or inode.size > COMMIT_BYTES_MAX or (vnode is not None and vnode.dirty):
             return
-        if self.node.boundary(inode) != Boundary.RETURNED:
+        if self.node.boundary(fid, inode) != Boundary.RETURNED:
             return
         try:
             with trio.fail_after(self.node.options.fsync_timeout_s):
@@ -338,6 +338,8 @@ class Filesystem:
         if inode is not None and inode.kind == "d":
             raise FsError(errno.EISDIR)
         vnode = self.files.by_ino(ino)
+        if flags & WRITABLE:
+            await self.files.settle(vnode)
         if inode is not None and vnode is self.files.known(vnode.fid):
             vnode = self.files.vnode(vnode.fid)
         self.files.refresh(vnode)
@@ -405,7 +407,7 @@ class Filesystem:
             return
         while True:
             inode = self.node.catalogue.view.inode(vnode.fid)
-            if inode is None or self.node.boundary(inode) >= Boundary.PARTNER:
+            if inode is None or self.node.boundary(vnode.fid, inode) >= Boundary.PARTNER:
                 return
             if not self.node.partners():
                 await self._pfs_boundary(vnode)

@@ -121,7 +121,7 @@ class Keeper:
             if inode is None or generation is None or generation.stage != stage:
                 continue
             vnode = self.files.known(fid)
-            if not self.node.on_pfs(inode) or (vnode is not None and (vnode.dirty or vnode.handles)):
+            if not self.node.on_pfs(fid, inode) or (vnode is not None and (vnode.dirty or vnode.handles)):
                 continue
             if not any(op.stage == stage for _, op in view.ops_of(fid)):
                 found.append((inode.t_pfs_s, fid, stage))

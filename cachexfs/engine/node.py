@@ -112,13 +112,14 @@ class Node:
         names = dict.fromkeys(copy.node for copy in self.live_copies(inode))
         return sorted(names, key=lambda name: (name != inode.origin, name))
 
-    def on_pfs(self, inode: Inode) -> bool:
-        """Whether the current generation lies on the PFS under its name (and the PFS counts: it answers)."""
-        return inode.pfs is not None and inode.pfs.gen == inode.gen and not inode.pfs.hidden
+    def on_pfs(self, fid: int, inode: Inode) -> bool:
+        """Whether the current generation lies on the PFS under its current name."""
+        there = inode.pfs is not None and inode.pfs.gen == inode.gen and not inode.pfs.hidden
+        return there and not self.catalogue.view.is_moving(fid)
 
-    def boundary(self, inode: Inode, *, count_pfs: bool = True) -> Boundary:
+    def boundary(self, fid: int, inode: Inode, *, count_pfs: bool = True) -> Boundary:
         """The boundary of a file's current generation, from the evidence that counts now."""
-        on_pfs = self.on_pfs(inode) and count_pfs
+        on_pfs = self.on_pfs(fid, inode) and count_pfs
         copies = len({copy.node for copy in self.live_copies(inode)})
         if inode.size == 0:  # the catalogue alone holds all that there is
             copies = self.replica_count + 1
