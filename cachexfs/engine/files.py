@@ -112,17 +112,20 @@ class Files:
             raise FsError(errno.ENOENT)
         vnode = self._current.get(fid)
         if vnode is None:
-            return self._bind(fid, fid, generation)
+            return self._bind(fid, self._free_ino(fid), generation)
         if vnode.dirty or vnode.content.gen == generation.gen:
             vnode.content = generation if not vnode.dirty else vnode.content
             return vnode
         if not vnode.paged:
             self._rebind(vnode, generation)
             return vnode
-        ino = fid + (vnode.ino + 1) % FID_STEP
         del self._current[fid]
         self._drop_if_idle(vnode)
-        return self._bind(fid, ino, generation)
+        return self._bind(fid, self._free_ino(fid), generation)
+
+    def _free_ino(self, fid: int) -> int:
+        """An inode number of the file that the kernel does not know as an older content."""
+        return next(ino for ino in range(fid, fid + FID_STEP) if ino not in self._by_ino)
 
     def by_ino(self, ino: int) -> Vnode:
         """The vnode behind an inode number that the kernel knows (also after a restart). Raises ENOENT."""
