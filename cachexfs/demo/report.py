@@ -33,13 +33,15 @@ class Saved(msgspec.Struct, frozen=True):
 
 
 class SourceRow(msgspec.Struct, frozen=True):
-    """One file at the restore: who wrote it, and bytes fetched by source, summed over the surviving nodes.
+    """One file at the restore: who wrote it, which copies outlived the loss (``n1:nvme``), and bytes fetched by
+    source, summed over the surviving nodes.
 
-    A node fetches a block of 1 MiB once, however often its ranks read it.
+    A node fetches a block of 1 MiB once, however often its ranks read it; its own memory it reads without fetching.
     """
 
     name: str
     node: str
+    copies: list[str]
     sources: dict[str, int]
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cachexfs.demo.cluster import LocalCluster
-from cachexfs.demo.control import xattrs
+from cachexfs.demo.control import xattr, xattrs
 from cachexfs.demo.ranks import RankPool, SaveSpan, block_of
 from cachexfs.demo.report import FileRow, Report, Restored, Saved, SourceRow
 from cachexfs.demo.screen import Screen
@@ -146,7 +146,7 @@ class Scenario:
                 restored = ranks.resume(self._paths(survivors))
                 restore_ms = _ms_since(began)
             with self._doing("ask the survivors where the bytes came from"):
-                rows = self._source_rows(before, self._sources(survivors))
+                rows = self._source_rows(survivors[0], before, self._sources(survivors))
                 states = [self.cluster.status(index).pfs_state for index in survivors]
             self.report.restored = Restored(
                 lost=self.cluster.nodes[lost].name,
@@ -182,7 +182,8 @@ class Scenario:
         self._step = "compare the restored state"
         if restored.ranks_equal != restored.ranks:
             raise DemoError(f"only {restored.ranks_equal} of {restored.ranks} ranks got their state back to the bit")
-        unread = [row.name for row in restored.files if not row.sources]
+        own = {f"{name}:memory" for name in restored.survivors}
+        unread = [row.name for row in restored.files if not row.sources and not own & set(row.copies)]
         if unread:
             raise DemoError(f"no survivor says where {', '.join(unread)} came from")
         gone = ("pfs", f"memory:{restored.lost}", f"nvme:{restored.lost}")
@@ -204,17 +205,21 @@ class Scenario:
                         total[name, shown] = total.get((name, shown), 0) + count
         return total
 
-    def _source_rows(self, before: dict[tuple[str, str], int], after: dict[tuple[str, str], int]) -> list[SourceRow]:
+    def _source_rows(
+        self, survivor: int, before: dict[tuple[str, str], int], after: dict[tuple[str, str], int]
+    ) -> list[SourceRow]:
         """What each file's bytes came from since ``before``. A file that was fetched only earlier came from a cache."""
         assert self.report.saved
+        directory = self.cluster.nodes[survivor].mountpoint / CHECKPOINT
         rows = []
         for row in self.report.saved.files:
-            read = {
-                source: n - before.get((name, source), 0) for (name, source), n in after.items() if name == row.name
-            }
-            fetched = {source: n for source, n in sorted(read.items()) if n > 0}
+            own = {source: n for (name, source), n in sorted(after.items()) if name == row.name}
+            read = {source: n - before.get((row.name, source), 0) for source, n in own.items()}
+            fetched = {source: n for source, n in read.items() if n > 0}
             earlier = sum(n for (name, _), n in before.items() if name == row.name)
-            rows.append(SourceRow(row.name, row.node, fetched or ({CACHE: earlier} if earlier else {})))
+            copies = (xattr(directory / row.name, "holders") or "").split(",")
+            copies = [copy for copy in copies if ":" in copy]  # without the PFS, which is away
+            rows.append(SourceRow(row.name, row.node, copies, fetched or ({CACHE: earlier} if earlier else {})))
         return rows
 
 

@@ -92,12 +92,15 @@ class Screen:
         table = self._table(title)
         table.add_column("file")
         table.add_column("written on")
-        table.add_column("MiB that the survivors fetched, and from where")
+        table.add_column("copies left")
+        table.add_column("MiB fetched, from where")
         for label, node, rows in _grouped(restored.files):
             style = "yellow" if node == restored.lost else ""
-            table.add_row(label, f"{node} (lost)" if node == restored.lost else node, _sources(rows), style=style)
+            table.add_row(
+                label, f"{node} (lost)" if node == restored.lost else node, _copies(rows), _sources(rows), style=style
+            )
         self.console.print(table)
-        self.console.print("[dim]What a node reads from its own memory is not fetched, and not counted.[/]")
+        self.console.print("[dim]A node reads its own memory without fetching: that is not counted.[/]")
         same = f"{restored.ranks_equal} of {restored.ranks} ranks have their state back to the bit"
         self._verdict(restored.ranks_equal == restored.ranks, f"{same}, in {restored.restore_ms:.0f} ms")
 
@@ -148,12 +151,23 @@ def _latest(times_ms: list[float | None]) -> str:
     return f"{max(time_ms for time_ms in times_ms if time_ms is not None):.0f}"
 
 
+def _copies(rows: list[SourceRow]) -> str:
+    """The places that hold all of the rows' files between them."""
+    places = sorted({copy for row in rows for copy in row.copies})
+    return " ".join(places)
+
+
+def _place(source: str) -> str:
+    """``nvme:n1``, as the daemons count, in the order of the attribute ``holders``: ``n1:nvme``."""
+    return ":".join(reversed(source.split(":")))
+
+
 def _sources(rows: list[SourceRow]) -> str:
     total: dict[str, int] = {}
     for row in rows:
         for source, count in row.sources.items():
             total[source] = total.get(source, 0) + count
-    return ", ".join(f"{source.replace(':', ' of ')} {count / MIB:.2f}" for source, count in sorted(total.items()))
+    return ", ".join(f"{_place(source)} {count / MIB:.2f}" for source, count in sorted(total.items()))
 
 
 def _shortened(listing: list[tuple[str, int]]) -> list[tuple[str, int]]:

@@ -56,8 +56,10 @@ def test_everything_that_the_demo_promises_holds(tmp_path: Path) -> None:
     assert report.restored.survivors == ["n1", "n2"]
     assert report.restored.ranks_equal == 6
     for source in report.restored.files:
-        assert source.sources
+        assert source.copies
+        assert source.sources or f"{source.node}:memory" in source.copies
         assert not {"pfs", "memory:n0", "nvme:n0"} & set(source.sources)
+        assert not any(copy.startswith("n0:") for copy in source.copies)
     assert len(report.losses_resumed) == 5
     assert report.losses_resumed == report.losses_unbroken
     assert not root.exists()
