@@ -20,6 +20,8 @@ SHARED_FILE = "shared-file"
 RATE_MAX = 400.0 * 2**30
 """Bytes per second and writer above which units are wrong: no client writes durably that fast."""
 RATE_MIN = 4096.0
+WRITERS_MAX, BYTES_MAX = 1e9, 1e18
+SECONDS_MIN, SECONDS_MAX = 1e-6, 1e8
 BAD_SHARE_MAX = 0.5
 BYTES_GAP_RATIO = 1.9
 
@@ -130,6 +132,7 @@ def _drop_bad(table: Observations) -> Observations:
         ("a time that is zero or negative", np.isfinite(t) & (t <= 0.0)),
         ("bytes per writer that are zero or negative", np.isfinite(b) & (b <= 0.0)),
         ("writers below 1 or not whole", np.isfinite(n) & ((n < 1.0) | (n != np.floor(n)))),
+        ("a value that no checkpoint has", (n > WRITERS_MAX) | (b > BYTES_MAX) | (t > SECONDS_MAX) | (t < SECONDS_MIN)),
     )
     bad: Floats = np.zeros(len(table), dtype=bool)
     notes: list[str] = []
