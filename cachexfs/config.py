@@ -13,6 +13,10 @@ from collections.abc import Mapping
 import msgspec
 
 
+#: In a node's NVMe directory: the identity of the PFS directory that it has mounted.
+PFS_ID = "pfs-id"
+
+
 class NodeAddress(msgspec.Struct, frozen=True):
     """A node of the job: its name, the address and the TCP port of its daemon."""
 
@@ -57,6 +61,13 @@ class MountOptions(msgspec.Struct, frozen=True, kw_only=True):
     runtime_dir: str = ""
 
     @property
+    def nvme_directory(self) -> str | None:
+        """What this node of this job has on NVMe: ``<nvme>/<job>/<node>``; None when it is alone or has none."""
+        if self.nvme is None or self.alone:
+            return None
+        return os.path.join(self.nvme, safe_name(self.job), safe_name(self.node))
+
+    @property
     def alone(self) -> bool:
         """One node, no partner."""
         return len(self.nodes) <= 1
@@ -65,6 +76,11 @@ class MountOptions(msgspec.Struct, frozen=True, kw_only=True):
 def mount_id(mountpoint: str, node: str) -> str:
     """What a mount is called in the runtime directory: 16 hexadecimal digits."""
     return hashlib.sha256(os.fsencode(mountpoint) + b"\0" + os.fsencode(node)).hexdigest()[:16]
+
+
+def safe_name(name: str) -> str:
+    """A job's or node's name as one component of a path (``<nvme>/<job>/<node>``)."""
+    return "".join(c if c.isalnum() or c in "._-" else "_" for c in name).lstrip(".") or "_"
 
 
 def default_runtime_dir(environ: Mapping[str, str] = os.environ) -> str:

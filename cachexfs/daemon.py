@@ -36,9 +36,10 @@ from cachexfs.adapters.job_tls import JobAuthority
 from cachexfs.adapters.peer_client import PeerClients
 from cachexfs.adapters.peer_server import PeerServer
 from cachexfs.adapters.pfs_pool import PfsPool
+from cachexfs.adapters.replica_copy import write_synced
 from cachexfs.adapters.replica_store import ReplicaStore
 from cachexfs.adapters.staging import Staging
-from cachexfs.config import MountOptions
+from cachexfs.config import PFS_ID, MountOptions
 from cachexfs.control_server import ControlServer
 from cachexfs.core import manifest as manifests
 from cachexfs.core import namespace
@@ -173,9 +174,9 @@ class Daemon:
             await services.start(builtin.run)
             return builtin
         secret = self._secret()
-        assert options.nvme is not None
+        assert options.nvme_directory is not None
         own = next(n for n in options.nodes if n.name == options.node)
-        directory = Path(options.nvme) / _safe(options.job) / _safe(options.node)
+        directory = Path(options.nvme_directory)
         tls = JobAuthority(secret, options.job).issue(directory / "tls", options.node, [own.host])
         if options.catalogue:
             endpoints = [_endpoint(text) for text in options.catalogue]
@@ -217,7 +218,11 @@ class Daemon:
         node.pfs = pool
         try:
             with trio.fail_after(PFS_PROBE_S):
-                token.write_text((await pool.probe()).token)
+                known = (await pool.probe()).token
+                token.write_text(known)
+                if self.options.nvme_directory is not None:  # so that ``recover`` knows the directory again
+                    os.makedirs(self.options.nvme_directory, mode=0o700, exist_ok=True)
+                    write_synced(os.path.join(self.options.nvme_directory, PFS_ID), known.encode())
         except (OSError, trio.TooSlowError) as error:
             why = error.strerror if isinstance(error, OSError) else "no answer"
             raise CannotTellError(
@@ -225,9 +230,9 @@ class Daemon:
             ) from error
 
     async def _start_replicas(self, node: Node) -> ReplicaStore | None:
-        if self.options.alone or self.options.nvme is None:
+        if self.options.nvme_directory is None:
             return None
-        directory = Path(self.options.nvme) / _safe(self.options.job) / _safe(self.options.node) / "replicas"
+        directory = Path(self.options.nvme_directory) / "replicas"
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         store = await ReplicaStore.open(str(directory))
         node.replicas = HeldReplicas(store)
@@ -531,8 +536,8 @@ class Daemon:
         if self.etcd is not None:
             await self.etcd.stop()
         _remove_tree(self.staging.directory)
-        if not self.options.alone and self.options.nvme is not None:
-            _remove_tree(Path(self.options.nvme) / _safe(self.options.job) / _safe(self.options.node))
+        if self.options.nvme_directory is not None:
+            _remove_tree(Path(self.options.nvme_directory))
         tmpfs.release(self.options)
         log.info("the end: everything is on the PFS")
 
@@ -547,11 +552,6 @@ def _remove_tree(directory: Path) -> None:
         directory.rmdir()
     except OSError:
         return  # a mount point, or shared with others
-
-
-def _safe(name: str) -> str:
-    """A job's or node's name as one component of a path."""
-    return "".join(c if c.isalnum() or c in "._-" else "_" for c in name).lstrip(".") or "_"
 
 
 def _fsname(pfs: str) -> str:

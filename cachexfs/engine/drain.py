@@ -311,7 +311,8 @@ class Drainer:
         attrs, base = self._attrs(inode), inode.pfs if inode is not None else None
         record = msgspec.msgpack.encode(
             {"path": op.path, "fid": op.fid, "gen": op.gen, "size": op.size, "node": self.node.name,
-             "job": self.node.options.job, "tree": tree, "mode": attrs.mode, "uid": attrs.uid, "gid": attrs.gid, "mtime_ns": attrs.mtime_ns,
+             "job": self.node.options.job, "tree": tree,
+             "mode": attrs.mode, "uid": attrs.uid, "gid": attrs.gid, "mtime_ns": attrs.mtime_ns,
              "base": None if base is None else [base.ino, base.size, base.mtime_ns]}
         )  # fmt: skip
         self._made.setdefault(op.fid, {})[hidden] = None
