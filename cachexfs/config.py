@@ -12,7 +12,6 @@ from collections.abc import Mapping
 
 import msgspec
 
-
 #: In a node's NVMe directory: the identity of the PFS directory that it has mounted.
 PFS_ID = "pfs-id"
 
