@@ -36,6 +36,7 @@ from cachexfs.errors import CacheXError, CatalogueUnavailableError, FsError, Not
 log = logging.getLogger(__name__)
 
 BLKSIZE = 128 << 10  # Python's buffer size: with 1 MiB every 4 KiB tail read of a load would read 1 MiB
+STALE_AFTER_S = 5.0
 COMMIT_BYTES_MAX = 64 << 20  # a rename waits for the partner's copy of files up to this size
 
 
@@ -81,14 +82,23 @@ class Filesystem:
         self._waiting = 0
 
     # ---- helpers
-    async def _current(self, ino: int | None = None) -> None:
-        """See everything that had returned on any node; an outage is EIO."""
-        try:
-            await self.node.catalogue.barrier()
-        except CatalogueUnavailableError as error:
-            raise FsError(errno.EIO, str(error)) from error
-        if ino is not None:
+    async def _current(self, ino: int | None = None) -> bool:
+        """See everything that had returned on any node; returns whether that is certain.
+
+        In an outage of the catalogue reading goes on with what this node has seen: survivors must be able to load.
+        Changes fail by themselves, and what is not there then is EIO, not ENOENT.
+        """
+        fresh = False
+        if self.node.catalogue.outage_s < STALE_AFTER_S:
+            try:
+                with trio.move_on_after(STALE_AFTER_S):
+                    await self.node.catalogue.barrier()
+                    fresh = True
+            except CatalogueUnavailableError as error:
+                log.debug("reading without the catalogue: %s", error)
+        if ino is not None and fresh:
             await self.parts.importer.ensure(ino // FID_STEP * FID_STEP)
+        return fresh
 
     async def _mutate(self, function: Callable[[Tx], object]) -> object:
         try:
@@ -145,12 +155,14 @@ class Filesystem:
     # ---- names
     async def lookup(self, parent: int, name: bytes) -> Attr:
         """The entry ``name`` of a directory. Raises ENOENT (never a cached negative)."""
-        await self._current(parent)
+        fresh = await self._current(parent)
         if len(name) > namespace.NAME_BYTES_MAX:
             raise FsError(errno.ENAMETOOLONG)
         if name in (b".", b".."):
             return await self._dot(parent, name)
         entry = self.node.catalogue.view.lookup(parent, name)
+        if entry is None and not fresh:
+            raise FsError(errno.EIO, f"cannot tell whether {name!r} exists: the catalogue does not answer")
         if entry is None:
             raise FsError(errno.ENOENT)
         return self._entry(entry.fid, entry.kind)
