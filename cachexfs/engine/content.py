@@ -164,6 +164,27 @@ class Reader:
                 found.append((label, copy, lambda name=copy.node: self._ask(name, content.stage, offset, length)))  # type: ignore[misc]
         if inode is not None and inode.pfs is not None and inode.pfs.gen == content.gen and node.pfs is not None:
             found.append(("pfs", None, lambda: self._read_pfs(fid, offset, length)))
+        if content.stage:
+            found += self._unrecorded(content, offset, length, {copy.node for copy in copies})
+        return found
+
+    def _unrecorded(
+        self, content: Generation, offset: int, length: int, recorded: set[str]
+    ) -> list[tuple[str, Copy | None, Callable[[], Awaitable[bytes]]]]:
+        """Places that may have a copy of which this node has not heard: itself, then the origin's next partners.
+
+        In an outage of the catalogue the record of the newest copies may not have arrived.
+        """
+        node = self.node
+        found: list[tuple[str, Copy | None, Callable[[], Awaitable[bytes]]]] = []
+        path = node.local_path(content.stage, content.size)
+        if node.name not in recorded and path is not None:
+            found.append((f"nvme:{node.name}", None, lambda: _read_local(path, offset, length)))
+        names = [address.name for address in node.options.nodes]
+        at = names.index(content.origin) + 1 if content.origin in names else 0
+        for name in (names[at:] + names[:at])[: node.replica_count + 1]:
+            if node.peers is not None and name not in recorded and name not in (node.name, content.origin):
+                found.append((f"nvme:{name}", None, lambda name=name: self._ask(name, content.stage, offset, length)))  # type: ignore[misc]
         return found
 
     async def _ask(self, name: str, stage: str, offset: int, length: int) -> bytes:
