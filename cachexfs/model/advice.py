@@ -7,7 +7,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from cachexfs.errors import UsageError
+from cachexfs.model.boundaries import Boundaries, Parts, compose
 from cachexfs.model.delays import Delay
 from cachexfs.model.fitted import FittedModel, Prediction
 from cachexfs.model.risk import BestInterval, Exposure, Waste, exposure, optimal_interval, waste
@@ -17,6 +20,9 @@ from cachexfs.model.units import count_text, time_text
 SNAPSHOT_RATE = 2.5e9
 """Bytes per second and writer into the mount's memory (measured: ``cachexfs bench``)."""
 PARTNER_SD = 0.2
+SNAPSHOT_SD = 0.1
+MANIFEST = Delay(0.2, 0.3)
+"""Gathering and writing the commit file [s]; small beside the rest, assumed."""
 RECOVERY_S = 600.0
 NODE_MTBF_S = 5 * 365.25 * 86400.0
 KAPPA = 0.10
@@ -81,7 +87,7 @@ def advise(model: FittedModel, job: Job, partner_model: FittedModel | None = Non
     if job.writers < 1 or job.nodes < 1 or not 0.0 <= job.kappa <= 1.0 or not job.node_mtbf_s > 0.0:
         raise UsageError("a job needs writers and nodes of 1 or more, a node MTBF above 0 and kappa in [0, 1]")
     prediction = model.predict(job.writers, job.bytes_per_writer, load=job.load)
-    direct = Delay(prediction.median_s, min(prediction.log_sd, 5.0), min(model.failed, 0.99))
+    direct = prediction.delay(model.failed)
     snapshot = job.bytes_per_writer / SNAPSHOT_RATE
     copy, partner_reasons, observed = _partner(job, partner_model)
     stall_partner = snapshot if job.stall_partner_s is None else job.stall_partner_s
@@ -117,7 +123,28 @@ def advise(model: FittedModel, job: Job, partner_model: FittedModel | None = Non
 
 def on_pfs(copy: Delay, drain: Delay) -> Delay:
     """Capture to PFS on the partner route: copy, then drain. The drain's spread dominates."""
-    return Delay(copy.median_s + drain.median_s, drain.log_sd, max(copy.failed, drain.failed))
+    failed = max(copy.failed, drain.failed)
+    if drain.samples_s:
+        return Delay.of(np.array(drain.samples_s) + copy.median_s, failed)
+    return Delay(copy.median_s + drain.median_s, drain.log_sd, failed)
+
+
+def boundaries_of(job: Job, direct: Delay, partner: Delay) -> dict[str, Boundaries]:
+    """Boundaries of both routes, from capture. ``partner`` includes the copy into memory; the drain takes what a
+    direct write takes; copy into memory and commit file are assumed (``SNAPSHOT_RATE``, ``MANIFEST``)."""
+    snapshot = Delay(job.bytes_per_writer / SNAPSHOT_RATE, SNAPSHOT_SD)
+    beyond = max(partner.median_s - snapshot.median_s, STALL_MIN_S)
+    copy = Delay(beyond, partner.log_sd, partner.failed)
+    if partner.samples_s:
+        copy = Delay.of(np.maximum(np.array(partner.samples_s) - snapshot.median_s, STALL_MIN_S), partner.failed)
+    parts = Parts(snapshot, copy, direct, direct, MANIFEST)
+    return {"partner": compose(parts, "partner"), "direct": compose(parts, "direct")}
+
+
+def partner_delay(job: Job, model: FittedModel | None) -> tuple[Delay, tuple[str, ...]]:
+    """(delay from capture to the partner, reasons to doubt it)."""
+    delay, reasons, _ = _partner(job, model)
+    return delay, reasons
 
 
 def _interval(stall_s: float, rate: float, durable: Delay, drain: Delay | None) -> BestInterval:
@@ -133,7 +160,7 @@ def _partner(job: Job, model: FittedModel | None) -> tuple[Delay, tuple[str, ...
     """(delay to the partner, reasons to doubt it, observations of it)."""
     if model is not None:
         p = model.predict(job.writers, job.bytes_per_writer)
-        return Delay(p.median_s, min(p.log_sd, 5.0), min(model.failed, 0.99)), p.reasons, model.repeats_total
+        return p.delay(model.failed), p.reasons, model.repeats_total
     snapshot = job.bytes_per_writer / SNAPSHOT_RATE
     if job.partner_rate is not None:
         return Delay(snapshot + job.bytes_per_writer / job.partner_rate, PARTNER_SD), (), OBSERVED_MIN

@@ -46,6 +46,17 @@ class Boundaries:
     restartable_partner: Delay | None
     restartable_pfs: Delay
 
+    def named(self) -> list[tuple[str, Delay]]:
+        """(name, delay) of those that exist on this route, in order."""
+        pairs = (
+            ("returned", self.returned),
+            ("partner", self.partner),
+            ("restartable at partner", self.restartable_partner),
+            ("pfs", self.pfs),
+            ("restartable at pfs", self.restartable_pfs),
+        )
+        return [(name, delay) for name, delay in pairs if delay is not None]
+
 
 def compose(parts: Parts, route: str, draws: int = DRAWS) -> Boundaries:
     """Boundaries of ``route`` (partner or direct) by ``draws`` draws from a fixed seed.

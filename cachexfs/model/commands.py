@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import math
 import os
 import signal
 import sys
@@ -269,6 +270,7 @@ def summary_of(model: FittedModel) -> dict[str, object]:
         "misfit_log_sd": law.noise_sd,
         "failed_share": model.failed,
         "tail": model.tail,
+        "spread": model.spread,
         "recent": model.recent,
         "notes": model.notes,
         "abstains": model.fit_reasons,
@@ -306,6 +308,13 @@ def _fit_lines(model: FittedModel, summary: dict[str, object]) -> list[str]:
         f"stragglers: {twice.exceeded} of {twice.total} checkpoints took more than twice their level's median "
         f"(95% interval of the chance: {100 * twice.low:.2g}% to {100 * twice.high:.2g}%); not predicted, counted"
     )
+    regimes = model.spread.regimes
+    if len(regimes) > 1:
+        slower = math.exp(regimes[-1].mean - regimes[0].mean)
+        lines.append(
+            f"two states: {100 * regimes[-1].share:.0f}% of checkpoints belong to one in which they take "
+            f"{slower:.2g} times as long"
+        )
     if model.recent is not None:
         lines.append(recent_line(model.recent))
     return lines + [f"note: {note}" for note in model.notes]
@@ -326,31 +335,68 @@ def recent_line(recent: Recent) -> str:
 @click.option("--size", type=Size(), required=True, help="Bytes per writer.")
 @click.option("--others", type=Size(zero=True), default="0", help="Bytes that other jobs write meanwhile.")
 @click.option("--load", type=click.FloatRange(0.0, 1.0, max_open=True), default=0.0, help="Others' share of the PFS.")
+@click.option("--partner", type=click.Path(dir_okay=False), help="Model of copies to the partner: adds the boundaries.")
+@click.option("--partner-rate", type=Size(), help="Instead: bytes per second and writer to the partner.")
 @click.option("--anyway", is_flag=True, help="Print the numbers even when the data do not carry them.")
 @JSON
 def predict(
-    model_file: str, writers: int, size: float, others: float, load: float, anyway: bool, as_json: bool
+    model_file: str,
+    writers: int,
+    size: float,
+    others: float,
+    load: float,
+    partner: str | None,
+    partner_rate: float | None,
+    anyway: bool,
+    as_json: bool,
 ) -> None:
     """How long a checkpoint takes: slowest and typical writer, 80% and 95% intervals.
 
-    Exit 4 with the reason when the data do not carry an answer.
+    With --partner or --partner-rate also every boundary on both routes. Exit 4 with the reason when the data do
+    not carry an answer.
     """
     need_numpy()
     from cachexfs.model.store import load_model
 
     model = load_model(model_file)
     p = model.predict(writers, size, others, load)
+    show = anyway or not p.abstain
+    boundaries: dict[str, dict[str, dict[str, float]]] = {}
+    if show and (partner is not None or partner_rate is not None):
+        boundaries = _boundary_times(model, p, load_model(partner) if partner else None, partner_rate)
     if as_json:
-        print_json({**prediction_json(p, anyway), "recent": model.recent})
-    elif not p.abstain or anyway:
+        print_json({**prediction_json(p, anyway), "boundaries": boundaries, "recent": model.recent})
+    elif show:
         for line in prediction_lines(p):
             click.echo(line)
         if model.recent is not None:
             click.echo(recent_line(model.recent))
+        for route, times in boundaries.items():
+            told = [f"{name} {time_text(t['median_s'])} (95%: {time_text(t['p95_s'])})" for name, t in times.items()]
+            click.echo(f"{route} route: {', '.join(told)}")
     if p.abstain:
         if as_json or anyway:
             leave(EXIT_CANNOT_TELL)
         cannot_tell(p.reasons)
+
+
+def _boundary_times(
+    model: FittedModel, p: Prediction, partner: FittedModel | None, rate: float | None
+) -> dict[str, dict[str, dict[str, float]]]:
+    """Median and 95% of every boundary by route [s]; abstains when the partner's model does not carry the size."""
+    from cachexfs.model.advice import Job, boundaries_of, partner_delay
+
+    job = Job(int(p.writers), p.bytes_per_writer, nodes=1, partner_rate=rate)
+    copy, reasons = partner_delay(job, partner)
+    if reasons:
+        cannot_tell(tuple(f"partner: {r}" for r in reasons))
+    return {
+        route: {
+            name: {"median_s": d.quantile_s(0.5 * (1 - d.failed)), "p95_s": d.quantile_s(0.95 * (1 - d.failed))}
+            for name, d in b.named()
+        }
+        for route, b in boundaries_of(job, p.delay(model.failed), copy).items()
+    }
 
 
 def prediction_json(p: Prediction, anyway: bool = False) -> dict[str, object]:

@@ -167,7 +167,7 @@ def exposure(
         p = model.predict(writers, size)
         if p.abstain:
             commands.cannot_tell(p.reasons)
-        delay = Delay(p.median_s, min(p.log_sd, 5.0), max(failed, min(model.failed, 0.99)))
+        delay = p.delay(max(failed, model.failed))
     else:
         delay = Delay(float(durable or 0.0), spread, failed)
     e = compute(interval, delay)

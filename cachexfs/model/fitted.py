@@ -14,6 +14,7 @@ import numpy as np
 from cachexfs.errors import UsageError
 from cachexfs.model.arrays import Floats
 from cachexfs.model.completion import Regime, Spread, fit_regimes, shared_effects, spread_of_ratio
+from cachexfs.model.delays import Delay
 from cachexfs.model.intervals import Interval, scaled_interval
 from cachexfs.model.location import Levels, LocationModel, fit_location
 from cachexfs.model.observe import FILE_PER_PROCESS, SHARED_FILE, Observations, level_groups, level_medians
@@ -39,6 +40,10 @@ EXTRA_SD = 0.05
 """Log sd of what neither the law nor repeats at one time show (day to day)."""
 REACH_SD = 0.06
 """Log sd per octave beyond the measured writers: the law's slope may be wrong in a way that its grid lacks."""
+DELAY_POINTS = 400
+DELAY_COVERAGE_MAX = 0.995
+DELAY_LOG_MAX = 7.0
+FAILED_MAX = 0.99
 RECENT_ROWS_MIN = 40
 RECENT_ROWS_MAX = 500
 RECENT_SPAN_S = 86400.0
@@ -66,6 +71,22 @@ class Prediction:
     abstain: bool
     reasons: tuple[str, ...]
     tail: tuple[TailCount, ...]
+
+    def delay(self, failed: float = 0.0) -> Delay:
+        """The checkpoint's time as a distribution whose quantiles are those of the calibrated intervals.
+
+        |log T - log median| reaches the half width of the 80% and the 95% interval with these probabilities; in between
+        and beyond it grows linearly in -log(1 - coverage) (an exponential tail), up to 99.5%. ``failed``: share of
+        checkpoints that never complete.
+        """
+        levels = (2.0 * np.arange(DELAY_POINTS) + 1.0) / DELAY_POINTS - 1.0
+        surprise = -np.log1p(-np.minimum(np.abs(levels), DELAY_COVERAGE_MAX))
+        at = [0.0, -math.log(0.20), -math.log(0.05)]
+        reach = [math.log(i.high_s / self.median_s) for i in (self.interval80, self.interval95)]
+        slope = (reach[1] - reach[0]) / (at[2] - at[1])
+        offset = np.interp(surprise, at, [0.0, *reach]) + slope * np.maximum(surprise - at[2], 0.0)
+        times = self.median_s * np.exp(np.minimum(np.sign(levels) * offset, DELAY_LOG_MAX))
+        return Delay.of(times, min(failed, FAILED_MAX))
 
 
 @dataclass(frozen=True)

@@ -132,7 +132,10 @@ def _drop_bad(table: Observations) -> Observations:
         ("a time that is zero or negative", np.isfinite(t) & (t <= 0.0)),
         ("bytes per writer that are zero or negative", np.isfinite(b) & (b <= 0.0)),
         ("writers below 1 or not whole", np.isfinite(n) & ((n < 1.0) | (n != np.floor(n)))),
-        ("a value that no checkpoint has", (n > WRITERS_MAX) | (b > BYTES_MAX) | (t > SECONDS_MAX) | (t < SECONDS_MIN)),
+        (
+            "a value that no checkpoint has",
+            (n > WRITERS_MAX) | (b > BYTES_MAX) | (b < 1.0) | (t > SECONDS_MAX) | (t < SECONDS_MIN),
+        ),
     )
     bad: Floats = np.zeros(len(table), dtype=bool)
     notes: list[str] = []

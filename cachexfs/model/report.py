@@ -11,9 +11,8 @@ import math
 import numpy as np
 
 from cachexfs.model import page
-from cachexfs.model.advice import SNAPSHOT_RATE, Advice, Job, advise, route_against_load
+from cachexfs.model.advice import SNAPSHOT_RATE, Advice, Job, advise, boundaries_of, route_against_load
 from cachexfs.model.arrays import GIB, Floats
-from cachexfs.model.boundaries import Boundaries, Parts, compose
 from cachexfs.model.delays import Delay
 from cachexfs.model.evaluate import HeldOut, hold_out
 from cachexfs.model.fitted import FittedModel
@@ -23,8 +22,6 @@ from cachexfs.model.svg import Axis, Chart, Point, padded
 from cachexfs.model.units import count_text, size_text, time_text
 
 POINTS_MAX = 1500
-MANIFEST = Delay(0.2, 0.3)
-"""Gathering and writing the commit file [s]; small beside the rest, assumed."""
 
 
 def render(model: FittedModel, job: Job, table: Observations | None = None, partner: FittedModel | None = None) -> str:
@@ -188,25 +185,11 @@ def _score(factor: int, h: HeldOut) -> list[str]:
     return [f"N up to 1/{factor}", str(h.writers.size), f"{h.mape():.1f}%", *others]
 
 
-def _routes(job: Job, a: Advice) -> dict[str, Boundaries]:
-    snapshot = Delay(job.bytes_per_writer / SNAPSHOT_RATE, 0.1)
-    beyond = max(a.partner.median_s - snapshot.median_s, 1e-3)
-    parts = Parts(snapshot, Delay(beyond, a.partner.log_sd, a.partner.failed), a.direct, a.drain, MANIFEST)
-    return {"partner": compose(parts, "partner"), "direct": compose(parts, "direct")}
-
-
 def _boundaries(job: Job, a: Advice) -> str:
     rows: list[tuple[str, Delay, str]] = []
-    for route, b in _routes(job, a).items():
+    for route, b in boundaries_of(job, a.direct, a.partner).items():
         css = "bc" if route == "partner" else "ba"
-        named = (
-            ("returned", b.returned),
-            ("partner", b.partner),
-            ("restartable at partner", b.restartable_partner),
-            ("pfs", b.pfs),
-            ("restartable at pfs", b.restartable_pfs),
-        )
-        rows += [(f"{route}: {name}", delay, css) for name, delay in named if delay is not None]
+        rows += [(f"{route}: {name}", delay, css) for name, delay in b.named()]
     ends = [d.quantile_s(q * (1 - d.failed)) for _, d, _ in rows for q in (0.05, 0.95)]
     labels = tuple((float(len(rows) - i), name) for i, (name, _, _) in enumerate(rows))
     low, high = padded(ends, 0.06)
@@ -240,7 +223,7 @@ def _boundaries(job: Job, a: Advice) -> str:
 
 def _exposure(job: Job, a: Advice) -> str:
     period = a.interval_s + a.stall_s
-    routes = _routes(job, a)
+    routes = boundaries_of(job, a.direct, a.partner)
     levels = [
         ("partner copy", routes["partner"].restartable_partner, "lc"),
         ("PFS, partner route", routes["partner"].restartable_pfs, "la"),

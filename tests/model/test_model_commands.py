@@ -86,6 +86,20 @@ def test_predict_in_words_and_json(model: str) -> None:
     assert busy["slowest_median_s"] > 1.5 * answer["slowest_median_s"]
 
 
+def test_predict_tells_every_boundary(model: str) -> None:
+    args = ["predict", model, "--writers", "128", "--size", "1G", "--partner-rate", "1G"]
+    words = call(*args).output.splitlines()
+    assert words[-2].startswith("partner route: returned")
+    assert "restartable at pfs" in words[-1]
+    by_route = json.loads(call(*args, "--json").output)["boundaries"]
+    assert list(by_route["partner"]) == ["returned", "partner", "restartable at partner", "pfs", "restartable at pfs"]
+    assert list(by_route["direct"]) == ["returned", "pfs", "restartable at pfs"]
+    for times in by_route.values():
+        medians = [t["median_s"] for t in times.values()]
+        assert medians == sorted(medians)
+        assert all(t["p95_s"] > t["median_s"] for t in times.values())
+
+
 def test_predict_abstains_without_numbers(model: str) -> None:
     result = call("predict", model, "--writers", "100000", "--size", "1G")
     assert code_of(result) == 4

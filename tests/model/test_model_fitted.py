@@ -119,6 +119,21 @@ def test_thin_levels_do_not_bend_the_law() -> None:
     assert any("fewer than 3 repeats" in n for n in fit(wild).notes)
 
 
+def test_the_delay_has_the_quantiles_of_the_intervals() -> None:
+    p = fit(generated()).predict(128, GIB)
+    d = p.delay(failed=0.1)
+    assert d.failed == 0.1
+    assert d.median_s == pytest.approx(p.median_s, rel=0.01)
+    for q, bound in (
+        (0.10, p.interval80.low_s),
+        (0.90, p.interval80.high_s),
+        (0.025, p.interval95.low_s),
+        (0.975, p.interval95.high_s),
+    ):
+        assert d.quantile_s(q * 0.9) == pytest.approx(bound, rel=0.02)
+    assert d.mean_s() < 1.2 * p.median_s
+
+
 def test_dated_rows_tell_the_state_of_today() -> None:
     table = generated(repeats=20)
     order = np.random.default_rng(3).permutation(len(table))
