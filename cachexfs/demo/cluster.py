@@ -277,6 +277,14 @@ class LocalCluster:
         """What the node's daemon says of itself."""
         return control.ask(self.nodes[index].runtime, {"op": "status", "path": None}, Status)
 
+    def answers(self, index: int) -> bool:
+        """Whether a daemon of the node answers now."""
+        try:
+            self.status(index)
+        except CacheXError:
+            return False
+        return True
+
     def sources(self, index: int) -> list[control.FileSources]:
         """What served the reads of each file on a node since its mount."""
         return control.ask(self.nodes[index].runtime, {"op": "sources", "path": None}, control.Sources).files

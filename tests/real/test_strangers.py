@@ -102,7 +102,7 @@ def test_another_jobs_secret_is_a_stranger(make_cluster: Callable[..., LocalClus
     cluster.node_options[2] = {"secret": str(other)}
     cluster.mount([0, 1])
     write_file(cluster.nodes[0].mountpoint / "private", b"x" * 1000)
-    ended = cluster.run(2, *cluster.mount_arguments(2), "--timeout", "20")
+    ended = cluster.run(2, *cluster.mount_arguments(2), "--timeout", "6")
     if ended.code == 0:
         with pytest.raises(OSError):  # noqa: PT011 (any error will do)
             (cluster.nodes[2].mountpoint / "private").read_bytes()
