@@ -331,8 +331,9 @@ class Files:
 
     # ---- writing
     async def write(self, handle: Handle, offset: int, data: bytes) -> int:
-        """Put bytes into the staging file; returns how many. Raises ENOSPC at the deadline for room."""
+        """Put bytes into the staging file; returns how many. Raises EFBIG, and ENOSPC at the deadline for room."""
         vnode = handle.vnode
+        self._check_size(offset + len(data))
         self.refresh(vnode)
         if vnode.fd < 0 or offset < vnode.sealed or not vnode.dirty or vnode.change_lock.locked():
             await self._begin(vnode, offset)
@@ -354,13 +355,20 @@ class Files:
             self.source.grown(vnode)
 
     async def truncate(self, vnode: Vnode, size: int) -> None:
-        """ftruncate. Growing leaves a hole."""
+        """ftruncate. Growing leaves a hole. Raises EFBIG."""
         self.refresh(vnode)
         if size == vnode.size:
             return
+        if size > vnode.size:
+            self._check_size(size)
         await self._begin(vnode, size, keep=size)
         os.ftruncate(vnode.fd, size)
         self._changed(vnode)
+
+    def _check_size(self, size: int) -> None:
+        """EFBIG for what staging could not hold without holes: digests and drains read holes as bytes."""
+        if size > self.node.staging.limit_bytes:
+            raise FsError(errno.EFBIG, f"a file of {size} bytes is larger than staging")
 
     async def _begin(self, vnode: Vnode, offset: int, keep: int | None = None) -> None:
         """Make sure that a change at ``offset`` may go into ``vnode.fd`` (``keep``: bytes of the old content needed).
@@ -443,6 +451,7 @@ class Files:
                 self._abandon(vnode)
                 return
             version, size = vnode.version, os.fstat(vnode.fd).st_size
+            self._check_size(size)  # the kernel may have grown a passed file
             stage = vnode.stage
             vnode.sealed = max(vnode.sealed, size)
             if vnode.passed and (vnode.digested is None or vnode.digested[:2] != (version, size)):

@@ -35,6 +35,8 @@ async def adopt(node: Node, keeper: Keeper, files: Files, open_files: Mapping[in
     go on with their unpublished bytes.
     """
     for stage in sorted(node.staging.stages(), key=_age, reverse=True):
+        if not node.staging.has(stage):
+            continue  # superseded by what was adopted before it
         try:
             fid, gen = parse_stage(stage)
         except ValueError:
@@ -88,6 +90,9 @@ async def _adopt_one(node: Node, keeper: Keeper, stage: str, fid: int, gen: int)
         if generation.stage == stage and not generation.tree:
             await _complete(node, stage, fid, generation)
         newer = size > generation.size if generation.stage == stage else gen > generation.gen
+        if newer and size > node.staging.limit_bytes:
+            log.error("%s: not published: %d bytes are more than staging may hold", stage, size)
+            return
         if newer:
             await _publish(node, stage, fid, generation.gen, size)
             return
