@@ -11,10 +11,12 @@ import logging
 import os
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
+from functools import partial
 from typing import Any
 
 import trio
 
+from cachexfs import control_recovery
 from cachexfs.core.boundary import Boundary
 from cachexfs.core.commitfiles import step_of
 from cachexfs.core.records import ROOT_FID, Inode, OpKind
@@ -49,6 +51,7 @@ class ControlServer:
         self.stop_requested = trio.Event()
         self.abandon = False
         self.leaving: Callable[[float | None], AsyncIterator[None]] | None = None
+        self.vouch: control_recovery.Vouch | None = None
         self._rate = (self.started_s, 0, 0)
 
     async def serve(self, path: str, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
@@ -104,6 +107,8 @@ class ControlServer:
         operations: dict[str, Callable[[Answer, Send], Awaitable[None]]] = {
             "ping": self._ping, "status": self._status, "explain": self._explain, "wait": self._wait,
             "latest": self._latest, "umount": self._umount, "sources": self._sources,
+            "drill": partial(control_recovery.drill, self.node, self.completeness),
+            "dead": partial(control_recovery.dead, self.vouch),
         }  # fmt: skip
         found = operations.get(str(request.get("op")))
         if found is None:

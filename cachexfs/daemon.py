@@ -66,6 +66,7 @@ from cachexfs.frontend.fuse import TASKS_MAX, Operations
 from cachexfs.mountpoint import unprotect
 from cachexfs.supervisor.client import Supervisor
 from cachexfs.supervisor.messages import Event
+from cachexfs.survive import go_on_without
 
 log = logging.getLogger("cachexfs.daemon")
 
@@ -369,6 +370,7 @@ class Daemon:
         }  # fmt: skip
         control = ControlServer(parts, completeness, facts)
         control.leaving = None if options.alone else lambda deadline_s: self._leave(parts.node, deadline_s)
+        control.vouch = None if options.alone else lambda dead: self._vouch(parts.node, dead)
         filesystem = Filesystem(parts)
         operations = Operations(
             filesystem, timeout_s=ALONE_TIMEOUT_S if options.alone else 0.0, hide_xattrs=options.hide_xattrs
@@ -487,6 +489,10 @@ class Daemon:
             self.exit_code = EXIT_NOT_DURABLE
         while parts.drainer.own_pending():
             await parts.drainer.changed()
+
+    async def _vouch(self, node: Node, dead: list[str]) -> tuple[bool, str]:
+        """Somebody vouches that these nodes will not come back."""
+        return await go_on_without(node, self.etcd, [member.name for member in _etcd_nodes(self.options)], dead)
 
     async def _leave(self, node: Node, deadline_s: float | None) -> AsyncIterator[None]:
         """This node is done: go on serving the others until all of them are."""

@@ -181,3 +181,32 @@ class Unmounted(msgspec.Struct, frozen=True):
     """``umount``."""
 
     left: tuple[Left, ...] = ()
+
+
+class Vouched(msgspec.Struct, frozen=True):
+    """``dead``: whether the catalogue was restarted, and what that means."""
+
+    changed: bool
+    reason: str = ""
+
+
+class DrilledFile(msgspec.Struct, frozen=True):
+    """One file as a drill read it; ``source`` is ``tier:node``. ``reason``: why not, or what else was wrong."""
+
+    file: str
+    source: str
+    bytes: int
+    ok: bool
+    reason: str = ""
+
+
+class Drilled(msgspec.Struct, frozen=True):
+    """``drill``. ``certain`` is false when a holder did not answer: the file may be there all the same."""
+
+    path: str
+    without: str
+    ok: bool
+    certain: bool = True
+    reason: str = ""
+    notes: tuple[str, ...] = ()
+    files: tuple[DrilledFile, ...] = ()

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -19,6 +20,7 @@ import trio
 
 from cachexfs.core import manifest as manifests
 from cachexfs.core import namespace
+from cachexfs.core import records as rec
 from cachexfs.core.commitfiles import is_commit_name, is_pointer_name
 from cachexfs.core.digest import BLOCK_BYTES, block_digest
 from cachexfs.core.manifest import MEMBERS_MAX, Base, Manifest, Member
@@ -36,6 +38,7 @@ TASKS_MAX = 64
 AHEAD_BYTES_MIN = 8 << 20
 RETRY_FIRST_S, RETRY_MAX_S = 0.25, 10.0
 COMMIT_DEADLINE_S = 120.0
+PAST_MAX = 10_000
 
 
 @dataclass(slots=True)
@@ -56,6 +59,7 @@ class Replicator:
         self.reader = reader
         self._sent: dict[tuple[str, str], _Sent] = {}
         self._wanted: dict[int, None] = {}
+        self._past: OrderedDict[bytes, Base] = OrderedDict()  # path -> the PFS's file under it that lost its name here
         self._renewed: dict[int, None] = {}  # files whose partners' manifests may say what is past
         self._busy: set[int] = set()
         self._retry_s: dict[int, float] = {}
@@ -69,6 +73,7 @@ class Replicator:
     # ---- what is wanted
     def notice(self, changes: list[tuple[bytes, AnyRecord | None, AnyRecord | None]]) -> None:
         """Catalogue listener: contents that changed, nodes that came or went."""
+        self._note_past(changes)
         for key, old, new in changes:
             if isinstance(new, (Inode, Generation)):
                 self._want(int(key[2:], 16))
@@ -80,6 +85,25 @@ class Replicator:
                 self.review()
         self._changed.set()
         self._changed = trio.Event()
+
+    def _note_past(self, changes: list[tuple[bytes, AnyRecord | None, AnyRecord | None]]) -> None:
+        """Files that the PFS has were removed or replaced: what takes such a name is based on that file.
+
+        Not those that were moved: there the PFS may have their only bytes.
+        """
+        view = self.node.catalogue.view
+        gone = {key: old for key, old, _ in changes if isinstance(old, Inode)}
+        for key, old, _ in changes:
+            if not isinstance(old, Dirent) or view.names_of(old.fid):
+                continue
+            inode = gone.get(rec.inode_key(old.fid)) or view.inode(old.fid)
+            parent, name = rec.split_dirent_key(key)
+            above = self.reader.path(parent)
+            if isinstance(inode, Inode) and inode.pfs is not None and not inode.pfs.hidden and above is not None:
+                path = above + b"/" + name if above else name
+                self._past[path] = Base(inode.pfs.ino, inode.pfs.size, inode.pfs.mtime_ns)
+                while len(self._past) > PAST_MAX:
+                    self._past.popitem(last=False)
 
     def review(self) -> None:
         """Look at every file again (a node died or joined)."""
@@ -269,7 +293,7 @@ class Replicator:
         digests: tuple[bytes, bytes, list[bytes]], content: Generation | None,
     ) -> Manifest:  # fmt: skip
         path = self.reader.path(fid) or b""
-        base = None
+        base = self._past.get(path)
         if inode.pfs is not None and not inode.pfs.hidden and inode.pfs.gen != (content.gen if content else -1):
             base = Base(inode.pfs.ino, inode.pfs.size, inode.pfs.mtime_ns)
         return Manifest(

@@ -1,0 +1,207 @@
+"""``cachexfs recover``: what a crash left on this node's NVMe and under hidden names, brought to the PFS.
+
+Role: asks a child process (``python -m cachexfs.recovery``), which needs no daemon and may hang with the PFS; with
+``--dead``, the daemon of this node.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import selectors
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+
+import click
+import msgspec
+
+from cachexfs.cli import client, mounts
+from cachexfs.cli.output import shown, table, write, write_error, write_json
+from cachexfs.cli.progress import bar
+from cachexfs.cli.protocol import Progress, Vouched
+from cachexfs.errors import EXIT_DONE, EXIT_NOT_DURABLE, CacheXError, CannotTellError, UsageError
+from cachexfs.recovery.report import HeldStore, Line, Listing, Request, Result
+
+NVME_VARIABLE = "CACHEXFS_NVME"
+#: The child tells of every piece that it reads or writes; so long a silence means that the PFS hangs.
+SILENCE_S = 120.0
+#: etcd's restart and election.
+DEAD_SILENCE_S = 60.0
+_WORDS = {
+    "published": "published", "there": "there already", "superseded": "superseded by newer ones",
+    "withheld": "withheld", "conflict": "in conflict", "damaged": "damaged", "failed": "failed",
+}  # fmt: skip
+
+
+@click.command("recover")
+@click.argument("nvme_dir", required=False)
+@click.option("--to", "pfs_dir", metavar="PFS_DIR", help="Bring what is held to this PFS directory.")
+@click.option("--list", "list_only", is_flag=True, help="Show what is held; change nothing.")
+@click.option("--verify", is_flag=True, help="With --list: read every replica and compare its digests.")
+@click.option("--job", metavar="JOB", help="Only this job's data.")
+@click.option("--elsewhere", is_flag=True, help="PFS_DIR is not the directory that the job had mounted.")
+@click.option("--wait", "wait_s", type=click.FloatRange(min=0), default=0.0, metavar="SECONDS",
+              help="Wait so long for what 'recover' on other nodes brings.")  # fmt: skip
+@click.option("--dead", multiple=True, metavar="NODE", help="Vouch that NODE will not come back; its survivors go on.")
+@click.option("--json", "as_json", is_flag=True, help="Print the outcome as a JSON object.")
+def command(
+    nvme_dir: str | None, pfs_dir: str | None, list_only: bool, verify: bool, job: str | None, elsewhere: bool,
+    wait_s: float, dead: tuple[str, ...], as_json: bool,
+) -> int:  # fmt: skip
+    """Show what NVME_DIR holds after a crash, or bring it to the PFS.
+
+    Needs no daemon. Run it on every node of the job that has ended, then once more where something was withheld; or on
+    all nodes at once with --wait. Nothing on the PFS is replaced but what the data was based on.
+    """
+    if dead:
+        if nvme_dir or pfs_dir or list_only:
+            raise UsageError("--dead speaks to the running daemon: give it alone")
+        return _vouch(dead, as_json)
+    nvme = nvme_dir or os.environ.get(NVME_VARIABLE)
+    if nvme is None and pfs_dir is None:
+        raise UsageError("nothing to look at: give the job's NVME_DIR, --to PFS_DIR, or both")
+    if pfs_dir is not None and not list_only:
+        _refuse_live(pfs_dir, job)
+    request = Request(
+        nvme and os.path.abspath(nvme), pfs_dir and os.path.abspath(pfs_dir), list_only, verify, job, elsewhere, wait_s
+    )
+    with bar("recovering", not as_json) as draw:
+        answer = _ask(request, draw)
+    if answer.result is not None:
+        return _show_result(answer.result, as_json)
+    return _show_listing(answer.listing or Listing(), as_json)
+
+
+def _refuse_live(pfs_dir: str, job: str | None) -> None:
+    for entry in mounts.registry():
+        same = os.path.realpath(entry.pfs) == os.path.realpath(pfs_dir) and job in (None, entry.job)
+        if same and mounts.is_alive(entry.pid):
+            raise UsageError(
+                f"job {entry.job} is alive: {entry.mountpoint} drains to {pfs_dir} by itself; 'cachexfs umount' waits "
+                "for it (another job's data: --job)"
+            )
+
+
+# ---- the child
+def _ask(request: Request, draw: Callable[[Progress], None]) -> Line:
+    child = subprocess.Popen(
+        [sys.executable, "-m", "cachexfs.recovery"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )  # fmt: skip
+    try:
+        assert child.stdin is not None
+        child.stdin.write(json.dumps(msgspec.to_builtins(request)).encode())
+        child.stdin.close()
+        for line in _lines(child, SILENCE_S):
+            answer = msgspec.convert(json.loads(line), Line)
+            if answer.error:
+                raise _failure(answer)
+            if answer.done:
+                return answer
+            draw(Progress(answer.bytes_done, answer.bytes_total, answer.files_done, answer.files_total))
+    finally:
+        # In state D it does not end; nobody waits for it then.
+        child.kill()
+        try:
+            child.wait(1.0)
+        except subprocess.TimeoutExpired:
+            child.returncode = -9  # so that nobody warns of it
+        if child.stdout is not None:
+            child.stdout.close()
+    raise CannotTellError("the recovery process ended without an answer; its own words are above")
+
+
+def _lines(child: subprocess.Popen[bytes], silence_s: float) -> Iterator[bytes]:
+    assert child.stdout is not None
+    buffer, deadline_s = bytearray(), time.monotonic() + silence_s
+    with selectors.DefaultSelector() as selector:
+        selector.register(child.stdout, selectors.EVENT_READ)
+        while True:
+            if not selector.select(max(0.0, deadline_s - time.monotonic())):
+                raise CannotTellError(f"nothing has moved for {silence_s:.0f} s: does the PFS hang?")
+            data = os.read(child.stdout.fileno(), 1 << 20)
+            if not data:
+                return
+            buffer += data
+            *lines, rest = bytes(buffer).split(b"\n")
+            buffer = bytearray(rest)
+            yield from lines
+            deadline_s = time.monotonic() + silence_s
+
+
+def _failure(answer: Line) -> CacheXError:
+    error = CacheXError(answer.error)
+    error.exit_code = answer.exit
+    return error
+
+
+# ---- showing
+def _show_result(result: Result, as_json: bool) -> int:
+    left = result.left
+    if as_json:
+        write_json({"files": msgspec.to_builtins(result.outcomes), "left": len(left)})
+    else:
+        counts: Counter[str] = Counter(outcome.outcome for outcome in result.outcomes)
+        done = counts["published"]
+        size = sum(outcome.size for outcome in result.outcomes if outcome.outcome == "published")
+        if left:
+            rows = [[o.path, o.outcome, f"{o.size:,}", o.origin, o.reason] for o in left]
+            write("\n".join(table(["file", "outcome", "bytes", "written on", "why"], rows)))
+        if not done and not left:
+            write(f"nothing to do: {counts['there']} files are on the PFS")
+        else:
+            write(", ".join(f"{counts[kind]} {word}" for kind, word in _WORDS.items() if counts[kind])
+                  + (f"; {size:,} bytes published" if done else ""))  # fmt: skip
+    if left:
+        write_error(f"{len(left)} files are not on the PFS; docs/recovery.md says what to do about each reason")
+    return EXIT_NOT_DURABLE if left else EXIT_DONE
+
+
+def _show_listing(listing: Listing, as_json: bool) -> int:
+    bad = [f for store in listing.stores for f in (*store.files, *store.damaged) if f.whole is False]
+    if as_json:
+        write_json({"stores": msgspec.to_builtins(listing.stores), "records": msgspec.to_builtins(listing.records)})
+    else:
+        lines = [line for store in listing.stores for line in _store_lines(store)]
+        if listing.records:
+            lines += [f"on the PFS under hidden names: {len(listing.records)} files"]
+            rows = [[f.path, f"{f.size:,}", str(f.generation), f.job] for f in listing.records]
+            lines += table(["file", "bytes", "generation", "job"], rows, "  ")
+        write("\n".join(lines or ["nothing is held"]))
+    if bad:
+        write_error(f"{len(bad)} replicas are damaged: {bad[0].reason}")
+    return EXIT_NOT_DURABLE if bad else EXIT_DONE
+
+
+def _store_lines(store: HeldStore) -> list[str]:
+    size = sum(file.size for file in store.files)
+    use = ", in use by a daemon" if store.in_use else ""
+    first = f"job {store.job}, node {store.node}: {len(store.files)} files, {size:,} bytes{use} ({store.directory})"
+    rows = [
+        [f.path or "(removed)", f"{f.size:,}", str(f.generation), f.origin, "published" if f.published else "fsynced",
+         {True: "whole", False: f.reason, None: ""}[f.whole]]
+        for f in store.files
+    ]  # fmt: skip
+    lines = [shown(first)]
+    if rows:
+        lines += table(["file", "bytes", "generation", "written on", "state", ""], rows, "  ")
+    return lines + [shown(f"  damaged: {f.reason}") for f in store.damaged]
+
+
+# ---- a dead node
+def _vouch(nodes: tuple[str, ...], as_json: bool) -> int:
+    entries = [entry for entry in mounts.registry() if mounts.is_alive(entry.pid)]
+    if not entries:
+        raise CannotTellError("no daemon runs on this node: --dead is for a survivor")
+    jobs = {entry.job for entry in entries}
+    if len(jobs) > 1:
+        raise UsageError(f"daemons of several jobs run here ({', '.join(sorted(jobs))}): set CACHEXFS_RUNTIME_DIR")
+    request = {"op": "dead", "nodes": list(nodes)}
+    answer = client.ask(entries[0], request, Vouched, silence_s=DEAD_SILENCE_S)
+    if as_json:
+        write_json({"done": answer.changed, "reason": answer.reason})
+    else:
+        write(answer.reason)
+    return EXIT_DONE
