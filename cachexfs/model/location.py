@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from cachexfs.errors import UsageError
-from cachexfs.model.arrays import GIB, Floats, blom, weighted_median
+from cachexfs.model.arrays import Floats, blom, weighted_median
 
 P_GRID = ((1.0, 1.0), (2.0, 0.5), (4.0, 0.25))
 """(sharpness of the knee, prior weight): a smooth knee is what queues with variable service show."""
@@ -270,8 +270,3 @@ def pinned_straggler(slowest_s: float, model: LocationModel, writers: float, byt
     shared = writers * bytes_per_writer / model.bandwidth()
     alone = model.median(1.0, bytes_per_writer)
     return slowest_s > 1.25 * (shared + alone)
-
-
-def gib(value: float) -> float:
-    """Bytes to GiB, for display."""
-    return value / GIB
