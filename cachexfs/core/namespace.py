@@ -39,6 +39,7 @@ from cachexfs.errors import FsError
 
 NAME_BYTES_MAX = 255
 PATH_BYTES_MAX = 4096
+LINKS_MAX = 65_000  # as ext4: so that the PFS can have as many
 EMPTY_DIGEST = bytes.fromhex("99aa06d3014798d86001c324468d497f")  # xxh3_128 of no bytes
 
 #: (fid, generation) of a commit file -> relative names of its members, or None when not known (yet).
@@ -186,6 +187,35 @@ def mknod(tx: Tx, ctx: Ctx, parent: int, name: bytes, kind: str, rdev: int, attr
     return fid, inode
 
 
+def link(tx: Tx, ctx: Ctx, fid: int, parent: int, name: bytes) -> Inode:
+    """A further name of a file. Returns its record. Raises ENOENT, EPERM (a directory), EEXIST, EMLINK."""
+    check_name(name)
+    directory(tx, parent)
+    inode = tx.inode(fid)
+    if inode is None or not tx.names_of(fid):
+        raise FsError(errno.ENOENT)
+    if inode.kind == "d":
+        raise FsError(errno.EPERM)
+    if tx.dirent(parent, name) is not None:
+        raise FsError(errno.EEXIST)
+    if inode.nlink >= LINKS_MAX:
+        raise FsError(errno.EMLINK)
+    old, above = path_of(tx, fid), path_of(tx, parent)
+    inode = msgspec.structs.replace(inode, nlink=inode.nlink + 1, ctime_ns=ctx.now_ns)
+    present = _may_be_on_pfs(tx, fid)
+    tx.put(dirent_key(parent, name), Dirent(fid, inode.kind))
+    tx.put(inode_key(fid), inode)
+    touch(tx, ctx, parent)
+    if present:
+        target = parent_of(old)
+        op = Op(
+            OpKind.LINK, old, ctx.node, fid=fid, path2=_join(above, name), commit=True, below=above,
+            target=target if target != above else None,
+        )  # fmt: skip
+        _issue(tx, ctx, op)
+    return inode
+
+
 def resolve(base: bytes, target: bytes) -> bytes | None:
     """Where a relative link in directory ``base`` points, relative to the mount; None when it leads outside."""
     if target.startswith(b"/"):
@@ -213,8 +243,20 @@ def unlink(tx: Tx, ctx: Ctx, parent: int, name: bytes) -> int:
     claimed = _withdraw_commits(tx, ctx, parent, above, name)
     tx.delete(dirent_key(parent, name))
     touch(tx, ctx, parent)
-    _remove_file(tx, ctx, entry.fid, _join(above, name), claimed=claimed)
+    _remove_name(tx, ctx, entry.fid, _join(above, name), claimed=claimed)
     return entry.fid
+
+
+def _remove_name(tx: Tx, ctx: Ctx, fid: int, path: bytes | None, *, claimed: bool) -> None:
+    """A name is gone, with the last one the file (``path`` None: the name is another file's now)."""
+    inode = tx.inode(fid)
+    if inode is None or not tx.names_of(fid):
+        _remove_file(tx, ctx, fid, path, claimed=claimed)
+        return
+    present = _may_be_on_pfs(tx, fid)
+    tx.put(inode_key(fid), msgspec.structs.replace(inode, nlink=inode.nlink - 1, ctime_ns=ctx.now_ns))
+    if path is not None and present:
+        _issue(tx, ctx, Op(OpKind.UNLINK, path, ctx.node, fid=fid, commit=True, below=parent_of(path)))
 
 
 def _remove_file(tx: Tx, ctx: Ctx, fid: int, path: bytes | None, *, claimed: bool) -> None:
@@ -227,7 +269,9 @@ def _remove_file(tx: Tx, ctx: Ctx, fid: int, path: bytes | None, *, claimed: boo
     if inode is None:
         return
     pending = tx.ops_of(fid)
-    claimed = claimed or any(op.kind == OpKind.RENAME for _, op in pending)  # perhaps under an earlier name
+    claimed = claimed or any(
+        op.kind in (OpKind.RENAME, OpKind.LINK) for _, op in pending
+    )  # perhaps under an earlier name
     for key, op in pending:
         if op.kind == OpKind.PUT and not op.cancelled and not claimed:
             tx.put(key, msgspec.structs.replace(op, cancelled=True))
@@ -306,10 +350,11 @@ def rename(tx: Tx, ctx: Ctx, parent: int, name: bytes, parent2: int, name2: byte
         if replaced is not None:
             claimed = _withdraw_commits(tx, ctx, parent2, above2, name2)
     if replaced is not None:
+        tx.put(dirent_key(parent2, name2), entry)
         if replaced.kind == "d":
             _remove_directory(tx, replaced.fid)
         else:
-            _remove_file(tx, ctx, replaced.fid, None, claimed=claimed)
+            _remove_name(tx, ctx, replaced.fid, None, claimed=claimed)
     tx.delete(dirent_key(parent, name))
     tx.put(dirent_key(parent2, name2), entry)
     inode = tx.inode(entry.fid)
@@ -363,7 +408,7 @@ def _withdraw_commits(tx: Tx, ctx: Ctx, parent: int, above: bytes, name: bytes) 
         landing = False
         gens = {inode.gen, inode.pfs.gen if inode.pfs is not None else inode.gen}
         for _, op in tx.ops_of(entry.fid):
-            if op.kind in (OpKind.PUT, OpKind.RENAME):
+            if op.kind in (OpKind.PUT, OpKind.RENAME, OpKind.LINK):
                 visible = landing = True
                 gens.add(op.gen or inode.gen)
             elif op.kind == OpKind.WITHDRAW:
@@ -383,6 +428,27 @@ def _content_commits(tx: Tx, parent: int) -> list[bytes]:
     return [name for name in tx.children(parent) if lists_members(name)]
 
 
+def without_set_id(mode: int) -> int:
+    """A mode after somebody without privilege has changed the bytes; as on Linux, set-gid stays without execution."""
+    return mode & ~(stat.S_ISUID | (stat.S_ISGID if mode & stat.S_IXGRP else 0))
+
+
+def changed(
+    inode: Inode, ctx: Ctx, *, mode: int | None = None, uid: int | None = None, gid: int | None = None,
+    atime_ns: int | None = None, mtime_ns: int | None = None,
+) -> Inode:  # fmt: skip
+    """A record after chmod, chown, utimens; what is None stays."""
+    return msgspec.structs.replace(
+        inode,
+        mode=inode.mode if mode is None else mode & 0o7777,
+        uid=inode.uid if uid is None else uid,
+        gid=inode.gid if gid is None else gid,
+        atime_ns=inode.atime_ns if atime_ns is None else atime_ns,
+        mtime_ns=inode.mtime_ns if mtime_ns is None else mtime_ns,
+        ctime_ns=ctx.now_ns,
+    )
+
+
 def set_attrs(
     tx: Tx, ctx: Ctx, fid: int, *, mode: int | None = None, uid: int | None = None, gid: int | None = None,
     atime_ns: int | None = None, mtime_ns: int | None = None,
@@ -392,15 +458,7 @@ def set_attrs(
     if inode is None:
         raise FsError(errno.ENOENT)
     times = tx.peek(times_key(fid))
-    new = msgspec.structs.replace(
-        inode,
-        mode=inode.mode if mode is None else mode & 0o7777,
-        uid=inode.uid if uid is None else uid,
-        gid=inode.gid if gid is None else gid,
-        atime_ns=inode.atime_ns if atime_ns is None else atime_ns,
-        mtime_ns=inode.mtime_ns if mtime_ns is None else mtime_ns,
-        ctime_ns=ctx.now_ns,
-    )
+    new = changed(inode, ctx, mode=mode, uid=uid, gid=gid, atime_ns=atime_ns, mtime_ns=mtime_ns)
     tx.put(inode_key(fid), new)
     if inode.kind == "d":
         old_mtime = times.mtime_ns if isinstance(times, DirTimes) else inode.mtime_ns
@@ -467,9 +525,9 @@ def publish(tx: Tx, ctx: Ctx, fid: int, base_gen: int, content: Content) -> Gene
     tx.put(inode_key(fid), new)
     generation = Generation(gen, content.size, content.digest, content.tree, content.stage, ctx.node, conflict=conflict)
     tx.put(generation_key(fid), generation)
-    parent, name = names[0]
     if inode.pfs is not None or tx.ops_of(fid):
-        _withdraw_commits(tx, ctx, parent, parent_of(path), name)
+        for parent, name in names:
+            _withdraw_commits(tx, ctx, parent, path_of(tx, parent), name)
     _issue_put(tx, ctx, fid, path, gen, content)
     return generation
 
@@ -482,6 +540,14 @@ def _issue_put(tx: Tx, ctx: Ctx, fid: int, path: bytes, gen: int, content: Conte
         target=content.target if is_pointer_name(name) else None, size=content.size, stage=content.stage,
     )  # fmt: skip
     _issue(tx, ctx, op)
+    for parent, other in tx.names_of(fid)[1:]:  # what lands is a new file there: its further names follow
+        above = path_of(tx, parent)
+        commit = is_commit_name(other)
+        op = Op(
+            OpKind.LINK, path, ctx.node, fid=fid, path2=_join(above, other), commit=commit,
+            below=above if commit else b"",
+        )  # fmt: skip
+        _issue(tx, ctx, op)
 
 
 def complete(tx: Tx, fid: int, content: Generation, digest: bytes, tree: bytes) -> None:

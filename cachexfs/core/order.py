@@ -186,9 +186,9 @@ class PendingOrder:
         for other, op in self._ops.values():
             if other <= seq or other > min(removals, default=other) or not op.commit:
                 continue
-            if op.kind not in (OpKind.PUT, OpKind.RENAME):
+            if op.kind not in (OpKind.PUT, OpKind.RENAME, OpKind.LINK):
                 continue
-            name = (op.path2 if op.kind == OpKind.RENAME else op.path).rpartition(b"/")[2]
+            name = (op.path if op.kind == OpKind.PUT else op.path2).rpartition(b"/")[2]
             if lists_members(name) and _covers(op.below, put.path) and live(op.fid):
                 return True
         return False
@@ -216,7 +216,7 @@ class PendingOrder:
 
 
 def _paths(op: Op) -> tuple[bytes, ...]:
-    return (op.path, op.path2) if op.kind == OpKind.RENAME else (op.path,)
+    return (op.path, op.path2) if op.kind in (OpKind.RENAME, OpKind.LINK) else (op.path,)
 
 
 def _covers(directory: bytes, path: bytes) -> bool:

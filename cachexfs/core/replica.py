@@ -180,9 +180,11 @@ class Replica:
         return b"/".join(reversed(parts))
 
     def is_moving(self, fid: int) -> bool:
-        """Whether a rename of the file, or of a directory above it, has not landed on the PFS yet."""
+        """Whether a link or rename of the file, or a rename above it, has not landed on the PFS yet."""
         if not self._renames:
             return False
+        if any(op.kind == OpKind.LINK for _, op in self.ops_of(fid)):
+            return True
         path = self.path(fid)
         return path is not None and any(path == new or path.startswith(new + b"/") for new in self._renames.values())
 
@@ -246,7 +248,7 @@ class Replica:
         elif isinstance(record, Op):
             self._ops[key] = entry
             self._ops_of.setdefault(record.fid, {})[key] = None
-            if record.kind == OpKind.RENAME:
+            if record.kind in (OpKind.RENAME, OpKind.LINK):
                 self._renames[key] = record.path2
         elif isinstance(record, Node):
             self._nodes[record.name] = record

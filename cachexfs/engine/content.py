@@ -51,7 +51,7 @@ class Reader:
         return self.node.catalogue.view.path(fid)
 
     def pfs_path(self, fid: int) -> bytes | None:
-        """Where a file lies on the PFS now: its name, taken back through the renames that have not landed."""
+        """Where a file lies on the PFS now: its name, taken back through what has not landed."""
         view = self.node.catalogue.view
         inode = view.inode(fid)
         if inode is not None and inode.pfs is not None and inode.pfs.hidden:
@@ -59,7 +59,7 @@ class Reader:
         path = self.path(fid)
         if path is None:
             return None
-        renames = [op for _, op, _ in view.ops() if op.kind == OpKind.RENAME]
+        renames = [op for _, op, _ in view.ops() if op.kind in (OpKind.RENAME, OpKind.LINK)]
         for op in reversed(renames):
             if path == op.path2:
                 path = op.path

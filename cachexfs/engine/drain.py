@@ -377,13 +377,16 @@ class Drainer:
             await pfs.run(f"mknod:{inode.kind}:{inode.rdev}", op.path, b"", self._attrs(inode), STALL_S)
         elif op.kind == OpKind.RENAME:
             await self._rename(op, inode)
+        elif op.kind == OpKind.LINK:
+            await self._link(op, inode)
         elif op.kind == OpKind.RMDIR:
             await pfs.run("rmdir", op.path, b"", None, STALL_S)
         elif op.kind == OpKind.UNLINK:
             await pfs.run("unlink", op.path, b"", None, STALL_S)
             if op.path2:
                 await pfs.run("unlink", b".cachexfs/held/" + op.path2, b"", None, STALL_S)
-            await self._discard(op.fid, *self._stale(op.fid, _ANY_GEN))
+            if inode is None:  # that was its last name
+                await self._discard(op.fid, *self._stale(op.fid, _ANY_GEN))
         if op.kind in (OpKind.SYMLINK, OpKind.MKNOD):
             await self._note_landed(key, op.fid)
         else:
@@ -415,6 +418,16 @@ class Drainer:
                 raise
             if inode.pfs is not None and inode.kind == "f" and there.ino != inode.pfs.ino:
                 raise
+
+    async def _link(self, op: Op, inode: Inode | None) -> None:
+        """A further name. Of a file that has been removed since, it is not to be there (see ``_rename``)."""
+        assert self.node.pfs is not None
+        if inode is not None and inode.pfs is not None and inode.pfs.hidden:
+            return
+        if inode is None:
+            await self.node.pfs.run("unlink", op.path2, b"", None, STALL_S)
+        else:
+            await self.node.pfs.run("link", op.path, op.path2, None, STALL_S)
 
     async def _stat(self, path: bytes) -> PfsStat | None:
         assert self.node.pfs is not None
@@ -500,7 +513,7 @@ class Drainer:
             version, size, digests = await self.files.snapshot(vnode)
             del version
             inode = self.node.catalogue.view.inode(vnode.fid)
-            if inode is None or size == 0:
+            if inode is None:
                 return
             path = self.reader.path(vnode.fid) or b""
             op = Op(OpKind.PUT, path, self.node.name, vnode.fid, vnode.content.gen + 1, size=size, stage=vnode.stage)

@@ -61,6 +61,7 @@ class Vnode:
     mtime_ns: int = 0
     mtime_version: int = -1
     removed: bool = False
+    last: Inode | None = None  # its record when it lost its last name
     passed: int = 0  # open handles whose writes the kernel puts into ``fd`` without asking
     seen: tuple[int, int] = (0, 0)  # size and mtime of ``fd`` when its changes were last counted
     synced: Synced | None = None
@@ -87,6 +88,7 @@ class Handle:
     flags: int
     wrote: bool = False
     passed: bool = False
+    drops_set_id: bool = False  # its writer may not keep the set-id bits of what it changes
 
     @property
     def writable(self) -> bool:
@@ -518,6 +520,12 @@ class Files:
         vnode.removed = True
         vnode.published = vnode.version
         vnode.content = Generation(vnode.content.gen, os.fstat(vnode.fd).st_size, b"", b"", vnode.stage, self.node.name)
+
+    def orphaned(self, fid: int, inode: Inode) -> None:
+        """A file lost its last name: what fstat(2) of its handles shows from now on."""
+        vnode = self._current.get(fid)
+        if vnode is not None:
+            vnode.last = inode
 
     def removed(self, fid: int) -> None:
         """A file lost its last name. Its vnode keeps serving open handles from an open staging file."""

@@ -197,8 +197,16 @@ class Filesystem:
     def _removed_attr(self, ino: int) -> Attr:
         """A file that is open and has no name any more."""
         vnode = self.files.by_ino(ino)
-        size = vnode.size
-        return Attr(ino, "f", 0o600, 0, 0, 0, 0, size, -(-size // 512), vnode.mtime_ns, vnode.mtime_ns, vnode.mtime_ns)
+        size, last = vnode.size, vnode.last
+        blocks = -(-size // 512)
+        if last is None:  # its daemon died since
+            at_ns = vnode.mtime_ns
+            return Attr(ino, "f", 0o600, 0, 0, 0, 0, size, blocks, at_ns, at_ns, at_ns)
+        mtime_ns = max(vnode.mtime_ns, last.mtime_ns) if vnode.version else last.mtime_ns
+        return Attr(
+            ino, "f", last.mode, 0, last.uid, last.gid, 0, size, blocks, last.atime_ns, mtime_ns,
+            max(last.ctime_ns, mtime_ns),
+        )  # fmt: skip
 
     async def names(self, ino: int) -> list[tuple[bytes, Attr]]:
         """A snapshot of a directory's entries."""
@@ -256,6 +264,13 @@ class Filesystem:
             await self.files.release(handle)
             return found
         return await self.make(lambda tx, ctx: namespace.mknod(tx, ctx, parent, name, kind, rdev, attrs), parent)
+
+    async def link(self, ino: int, parent: int, name: bytes) -> Attr:
+        """A further name of a file."""
+        await self._current(parent)
+        ctx, fid = self.node.ctx(), self._fid(ino)
+        await self._mutate(lambda tx: namespace.link(tx, ctx, fid, parent, name))
+        return await self.lookup(parent, name)
 
     async def readlink(self, ino: int) -> bytes:
         """Target of a symbolic link."""
@@ -321,13 +336,16 @@ class Filesystem:
             vnode = self.files.known(fid)
             if mtime_ns is not None and vnode is not None:
                 vnode.mtime_ns = mtime_ns
-            inode = self.node.catalogue.view.inode(fid)
-            if inode is not None:
-                ctx = self.node.ctx()
+            ctx = self.node.ctx()
+            if self.node.catalogue.view.inode(fid) is not None:
                 await self._mutate(
                     lambda tx: namespace.set_attrs(
                         tx, ctx, fid, mode=mode, uid=uid, gid=gid, atime_ns=atime_ns, mtime_ns=mtime_ns
                     )
+                )
+            elif vnode is not None and vnode.last is not None:
+                vnode.last = namespace.changed(
+                    vnode.last, ctx, mode=mode, uid=uid, gid=gid, atime_ns=atime_ns, mtime_ns=mtime_ns
                 )
         return await self.getattr(ino)
 
@@ -370,8 +388,18 @@ class Filesystem:
         return await self.files.read(handle.vnode, offset, length)
 
     async def write(self, handle: Handle, offset: int, data: bytes) -> int:
-        """Write to an open file."""
-        return await self.files.write(handle, offset, data)
+        """Write to an open file. The set-id bits fall unless its opener may keep them."""
+        done = await self.files.write(handle, offset, data)
+        if handle.drops_set_id:
+            await self._drop_set_id(handle.vnode.fid)
+        return done
+
+    async def _drop_set_id(self, fid: int) -> None:
+        inode = self.node.catalogue.view.inode(fid)
+        kept = namespace.without_set_id(inode.mode) if inode is not None else 0
+        if inode is not None and kept != inode.mode:
+            ctx = self.node.ctx()
+            await self._mutate(lambda tx: namespace.set_attrs(tx, ctx, fid, mode=kept))
 
     async def flush(self, handle: Handle) -> None:
         """close(2) waits for this: publication."""
@@ -399,8 +427,8 @@ class Filesystem:
                 try:
                     await self._fsync_once(vnode, wanted)
                     return
-                except (CacheXError, OSError) as error:
-                    reason = str(error)
+                except (CacheXError, OSError, trio.TooSlowError) as error:
+                    reason = str(error) or "the PFS does not answer"
                 await trio.sleep(0.2)
         raise FsError(
             errno.EIO,

@@ -53,8 +53,11 @@ class Keeper:
                     self.files.removed(int(key[2:], 16))
             elif isinstance(old, Op):
                 stages.add(old.stage)
-            elif isinstance(old, Inode) and old.synced is not None:
-                stages.add(old.synced.stage)
+            elif isinstance(old, Inode):
+                if old.synced is not None:
+                    stages.add(old.synced.stage)
+                if new is None:
+                    self.files.orphaned(int(key[2:], 16), old)
             for stage in stages:
                 self._check(stage)
 

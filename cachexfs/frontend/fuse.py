@@ -157,6 +157,7 @@ class Operations(pyfuse3.Operations):  # type: ignore[misc]
             flags &= ~os.O_EXCL  # the name was missing before the first attempt
         attrs = NewAttrs(stat.S_IMODE(mode) & ~ctx.umask, ctx.uid, ctx.gid)
         handle, attr = await self.filesystem.create(self._fid(parent_inode), name, attrs, flags)
+        handle.drops_set_id = ctx.uid != 0
         return self._register(handle), self._given(attr)
 
     @handler
@@ -212,7 +213,9 @@ class Operations(pyfuse3.Operations):  # type: ignore[misc]
     async def link(
         self, inode: int, new_parent_inode: int, new_name: bytes, ctx: pyfuse3.RequestContext
     ) -> EntryAttributes:
-        raise FUSEError(errno.EPERM)  # POSIX: the filesystem does not support links
+        parent = self._fid(new_parent_inode)
+        replayed = self._is_replay(wire.LINK, new_parent_inode, new_name)
+        return self._given(await self._made(replayed, parent, new_name, self.filesystem.link(inode, parent, new_name)))
 
     @handler
     async def unlink(self, parent_inode: int, name: bytes, ctx: pyfuse3.RequestContext) -> None:
@@ -258,7 +261,9 @@ class Operations(pyfuse3.Operations):  # type: ignore[misc]
     # ---- files
     @handler
     async def open(self, inode: int, flags: int, ctx: pyfuse3.RequestContext) -> FileInfo:
-        return self._register(await self.filesystem.open(inode, flags))
+        handle = await self.filesystem.open(inode, flags)
+        handle.drops_set_id = ctx.uid != 0
+        return self._register(handle)
 
     @handler
     async def read(self, fh: int, off: int, size: int) -> bytes:
