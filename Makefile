@@ -48,7 +48,7 @@ bench: venv
 	$(PY) bench/bench_catalogue.py
 	$(PY) bench/bench_peer.py
 	mkdir -p .make/bench-pfs && $(PY) bench/bench_drain.py .make/bench-pfs
-	if [ "$$(id -u)" = 0 ]; then $(PY) bench/bench_supervisor.py; fi
+	if [ "$$(id -u)" = 0 ]; then $(PY) bench/bench_supervisor.py; $(PY) bench/bench_mount.py; fi
 
 bench-model: venv
 	$(PY) bench/bench_model.py $(ARGS)

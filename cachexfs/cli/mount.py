@@ -27,6 +27,7 @@ from cachexfs.mountpoint import protect, unprotect
 
 READY_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 5.0
+REQUEST_TIMEOUT_S_MIN = 90.0  # a daemon that leaves a request unanswered for twice this long counts as hung
 
 
 class Ready(msgspec.Struct, frozen=True):
@@ -161,6 +162,7 @@ def _supervised(
     command = [
         sys.executable, "-P", "-m", "cachexfs.supervisor", "--mountpoint", options.mountpoint,
         "--fsname", options.pfs.replace(",", "_"), "--passthrough", options.passthrough, "--backing-dir", staging,
+        "--request-timeout", str(max(REQUEST_TIMEOUT_S_MIN, options.full_timeout_s, options.fsync_timeout_s) * 2),
         "--status-socket", base + ".supervisor", "--ready-fd", str(ready_fd), "--standby",
         *(["--allow-other"] if options.allow_other else []),
         "--", *daemon, "--options", base + ".options", "--answer", answer,
