@@ -21,13 +21,14 @@ import msgspec
 from cachexfs.cli import client, mounts
 from cachexfs.cli.output import shown, table, write, write_error, write_json
 from cachexfs.cli.progress import bar
-from cachexfs.cli.protocol import Progress, Vouched
+from cachexfs.cli.protocol import Pong, Progress, Vouched
 from cachexfs.errors import EXIT_DONE, EXIT_NOT_DURABLE, CacheXError, CannotTellError, UsageError
 from cachexfs.recovery.report import HeldStore, Line, Listing, Request, Result
 
 NVME_VARIABLE = "CACHEXFS_NVME"
 #: The child tells of every piece that it reads or writes; so long a silence means that the PFS hangs.
 SILENCE_S = 120.0
+PING_SILENCE_S = 5.0
 #: etcd's restart and election.
 DEAD_SILENCE_S = 60.0
 _WORDS = {
@@ -78,11 +79,22 @@ def command(
 def _refuse_live(pfs_dir: str, job: str | None) -> None:
     for entry in mounts.registry():
         same = os.path.realpath(entry.pfs) == os.path.realpath(pfs_dir) and job in (None, entry.job)
-        if same and mounts.is_alive(entry.pid):
+        if same and _lives(entry):
             raise UsageError(
                 f"job {entry.job} is alive: {entry.mountpoint} drains to {pfs_dir} by itself; 'cachexfs umount' waits "
                 "for it (another job's data: --job)"
             )
+
+
+def _lives(entry: mounts.Entry) -> bool:
+    """Whether a daemon answers; one that is there and does not answer may still be draining."""
+    try:
+        client.ask(entry, {"op": "ping"}, Pong, silence_s=PING_SILENCE_S)
+    except client.DeadDaemonError:
+        return False
+    except CacheXError:
+        return True
+    return True
 
 
 # ---- the child
@@ -192,7 +204,7 @@ def _store_lines(store: HeldStore) -> list[str]:
 
 # ---- a dead node
 def _vouch(nodes: tuple[str, ...], as_json: bool) -> int:
-    entries = [entry for entry in mounts.registry() if mounts.is_alive(entry.pid)]
+    entries = [entry for entry in mounts.registry() if _lives(entry)]
     if not entries:
         raise CannotTellError("no daemon runs on this node: --dead is for a survivor")
     jobs = {entry.job for entry in entries}

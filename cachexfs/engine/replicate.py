@@ -77,8 +77,8 @@ class Replicator:
         for key, old, new in changes:
             if isinstance(new, (Inode, Generation)):
                 self._want(int(key[2:], 16))
-                if isinstance(old, Inode) and isinstance(new, Inode) and _outdates(old, new):
-                    self._renew(int(key[2:], 16))
+                if isinstance(new, Generation) or (isinstance(old, Inode) and _outdates(old, new)):
+                    self._renew(int(key[2:], 16))  # copies that are there already: of an fsync, before the publication
             elif isinstance(new, Dirent) and new != old:
                 self._renew(new.fid)
             elif key.startswith(b"l/") or isinstance(new, Life):
@@ -99,7 +99,7 @@ class Replicator:
             inode = gone.get(rec.inode_key(old.fid)) or view.inode(old.fid)
             parent, name = rec.split_dirent_key(key)
             above = self.reader.path(parent)
-            if isinstance(inode, Inode) and inode.pfs is not None and not inode.pfs.hidden and above is not None:
+            if isinstance(inode, Inode) and inode.pfs is not None and above is not None:
                 path = above + b"/" + name if above else name
                 self._past[path] = Base(inode.pfs.ino, inode.pfs.size, inode.pfs.mtime_ns)
                 while len(self._past) > PAST_MAX:
@@ -294,7 +294,8 @@ class Replicator:
     ) -> Manifest:  # fmt: skip
         path = self.reader.path(fid) or b""
         base = self._past.get(path)
-        if inode.pfs is not None and not inode.pfs.hidden and inode.pfs.gen != (content.gen if content else -1):
+        # A hidden (withdrawn) one, too: where it is not under the path, nothing is.
+        if inode.pfs is not None and inode.pfs.gen != (content.gen if content else -1):
             base = Base(inode.pfs.ino, inode.pfs.size, inode.pfs.mtime_ns)
         return Manifest(
             fid=fid, path=path, stage=stage, size=size, digest=digests[0], tree=digests[1],
