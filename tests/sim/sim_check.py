@@ -1,0 +1,214 @@
+"""What must hold whatever happens: checkers that know the promises and nothing of the engine's ways.
+
+Role: each raises ``Violation``. They look at the store, at the mount's attributes and at a record of what every save
+wrote; never at how the engine decides.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+import xxhash
+from sim_life import Life
+from sim_store import Ino, Store
+
+from cachexfs.core.boundary import Boundary
+from cachexfs.core.records import ROOT_FID, Generation, Inode
+
+COMMIT = b".metadata"
+PAGE_SLACK_BYTES = 8192  # a write of some bytes may touch two pages more
+
+
+class Violation(AssertionError):
+    """A promise was broken."""
+
+
+class Saves:
+    """What each save wrote: bytes of its commit file -> member -> bytes."""
+
+    def __init__(self) -> None:
+        self.made: dict[bytes, Mapping[bytes, bytes]] = {}
+
+    def lacking(self, commit: bytes, found: Mapping[bytes, bytes | None]) -> str:
+        """Why a checkpoint with this commit file is not whole; empty when it is."""
+        wanted = self.made.get(commit)
+        if wanted is None:
+            return "its commit file is not one that anybody wrote"
+        for name, data in wanted.items():
+            there = found.get(name)
+            if there is None:
+                return f"{name!r} is not there"
+            if there != data:
+                return f"{name!r} is {there[:24]!r}, not {data[:24]!r}"
+        return ""
+
+
+class Checkers:
+    """All checkers of one run."""
+
+    def __init__(self, store: Store, saves: Saves) -> None:
+        self.store, self.saves = store, saves
+        self._reached: dict[tuple[int, int], Boundary] = {}
+
+    # ---- commit last
+    def commit_last(self, when: str) -> None:
+        """Who reads the PFS now, without CacheX FS, sees no checkpoint that claims to be whole and is not."""
+        stack = [(b"", self.store.root)]
+        while stack:
+            path, directory = stack.pop()
+            for name, ino in directory.entries.items():
+                if ino.kind == "d" and name != b".cachexfs":
+                    stack.append((path + b"/" + name, ino))
+            if COMMIT in directory.entries:
+                found = {name: ino.data for name, ino in directory.entries.items() if ino.kind == "f"}
+                why = self.saves.lacking(found[COMMIT], found)
+                if why:
+                    raise Violation(f"commit last: after {when}, {path!r} has its commit file, but {why}")
+
+    # ---- claims
+    async def claims(self, life: Life) -> None:
+        """What is called ``pfs`` is what a power cut of everything would leave."""
+        view = life.catalogue.view
+        for key, entry in list(view.items()):
+            if isinstance(entry.record, Generation):
+                fid = int(key[2:], 16)
+                await self._claim_of_file(life, fid)
+        for key, entry in list(view.items()):
+            if isinstance(entry.record, Inode) and entry.record.kind == "d" and int(key[2:], 16) != ROOT_FID:
+                await self._claim_of_checkpoint(life, int(key[2:], 16))
+
+    async def _claim_of_file(self, life: Life, fid: int) -> None:
+        stage = (await life.parts.attributes.of(fid)).get("stage")
+        view = life.catalogue.view
+        content, inode, path = view.generation(fid), view.inode(fid), view.path(fid)
+        if content is None or inode is None or path is None or stage is None:
+            return
+        if stage == "pfs":
+            kept = self.store.find(path, kept=True)
+            data = kept.kept_data if kept is not None else None
+            if data is None or (content.digest and xxhash.xxh3_128_digest(data) != content.digest):
+                raise Violation(f"claim: {path!r} generation {content.gen} is called pfs, and there is {_brief(kept)}")
+        now = life.node.boundary(fid, inode)
+        before = self._reached.get((fid, content.gen), now)
+        excused = inode.error or view.is_moving(fid)
+        if now < before and not excused:
+            raise Violation(f"monotone: {path!r} generation {content.gen} fell from {before.label} to {now.label}")
+        self._reached[fid, content.gen] = now if excused else max(now, before)
+
+    async def _claim_of_checkpoint(self, life: Life, fid: int) -> None:
+        found = await life.parts.attributes.of(fid)
+        path = life.catalogue.view.path(fid)
+        if found.get("restartable") != "pfs" or path is None:
+            return
+        directory = self.store.find(path, kept=True)
+        if directory is None:
+            raise Violation(f"claim: {path!r} is called restartable at pfs, and is not there")
+        files = {name: ino.kept_data for name, ino in directory.kept.items() if ino.kind == "f"}
+        why = self.saves.lacking(files.get(COMMIT) or b"", files)
+        if why:
+            raise Violation(f"claim: {path!r} is called restartable at pfs, but {why}")
+
+    def fsynced(self, path: bytes, data: bytes) -> None:
+        """What fsync=pfs has promised lies there, synced, under its name or a hidden one with its record."""
+        kept = self.store.find(path, kept=True)
+        if kept is not None and kept.kept_data == data:
+            return
+        tmp, held = self.store.tmp.kept, self.store.held.kept
+        for name, ino in tmp.items():
+            if ino.kept_data == data and (name + b".rec") in tmp:
+                return
+        if any(ino.kept_data == data for ino in held.values()):
+            return
+        raise Violation(f"fsync: {path!r} has returned, and its {len(data)} bytes are not on the PFS")
+
+    # ---- memory
+    def memory(self, life: Life) -> None:
+        """Staging holds what is counted, and never more than its limit."""
+        staging = life.staging
+        held = 0
+        for entry in os.scandir(os.path.dirname(staging.path("x"))):
+            held += entry.stat().st_blocks * 512
+        if held != staging.used_bytes:
+            raise Violation(f"memory: {held} bytes are held, {staging.used_bytes} counted")
+        if staging.peak_bytes > staging.limit_bytes + PAGE_SLACK_BYTES:
+            raise Violation(f"memory: {staging.peak_bytes} bytes of {staging.limit_bytes}")
+
+    def nothing_left(self, life: Life) -> None:
+        """At rest: no staged file without a use, no hidden file without one."""
+        for stage in life.staging.stages():
+            if not life.parts.keeper.referenced(stage):
+                raise Violation(f"memory: {stage} is staged for nothing")
+        # Parts that a killed child leaves go with the next attempt at their name, or stay.
+        if left := [name for name in self.store.tmp.entries if b"~" not in name]:
+            raise Violation(f"left over: {left} in .cachexfs/tmp")
+        hidden = {
+            e.record.pfs.hidden.encode()
+            for _, e in life.catalogue.view.items()
+            if isinstance(e.record, Inode) and e.record.pfs is not None
+        }
+        if left := [name for name in self.store.held.entries if name not in hidden]:
+            raise Violation(f"left over: {left} in .cachexfs/held")
+
+    # ---- the end
+    def same_tree(self, life: Life, contents: Mapping[bytes, bytes]) -> None:
+        """The PFS has the names, bytes, modes and times that the mount shows. ``contents``: files, read there."""
+        there = self.store.walk()
+        view = life.catalogue.view
+        stack = [(b"", ROOT_FID)]
+        seen = set()
+        while stack:
+            prefix, directory = stack.pop()
+            for name, entry in view.children(directory).items():
+                path, inode = prefix + name, view.inode(entry.fid)
+                assert inode is not None
+                if inode.pfs is not None and inode.pfs.hidden:
+                    self._withdrawn(path, inode, contents)
+                    continue
+                seen.add(path)
+                ino = there.get(path)
+                if ino is None or ino.kind != entry.kind:
+                    raise Violation(f"plain files: {path!r} is not on the PFS")
+                self._same(path, inode, ino, contents, life)
+                if entry.kind == "d":
+                    stack.append((path + b"/", entry.fid))
+        if extra := sorted(set(there) - seen):
+            raise Violation(f"plain files: {extra} are on the PFS and not in the mount")
+
+    def _same(self, path: bytes, inode: Inode, ino: Ino, contents: Mapping[bytes, bytes], life: Life) -> None:
+        if ino.kind == "f" and ino.data != contents[path]:
+            raise Violation(f"plain files: {path!r} is {_brief(ino)}, not {len(contents[path])} bytes")
+        if ino.kind == "l" and ino.target != inode.target:
+            raise Violation(f"plain files: {path!r} leads to {ino.target!r}, not {inode.target!r}")
+        mtime_ns = inode.mtime_ns
+        if ino.kind == "d":
+            times = life.catalogue.view.dir_times(life.catalogue.view.lookup(*_place(life, path)).fid)  # type: ignore[union-attr]
+            mtime_ns = times.mtime_ns if times is not None else mtime_ns
+        if ino.kind != "l" and ino.attrs.mode != inode.mode:
+            raise Violation(f"plain files: mode of {path!r} is {ino.attrs.mode:o}, not {inode.mode:o}")
+        if ino.attrs.mtime_ns != mtime_ns:
+            raise Violation(f"plain files: mtime of {path!r} is {ino.attrs.mtime_ns}, not {mtime_ns}")
+
+    def _withdrawn(self, path: bytes, inode: Inode, contents: Mapping[bytes, bytes]) -> None:
+        assert inode.pfs is not None
+        held = self.store.held.entries.get(inode.pfs.hidden.encode())
+        if held is None or (inode.pfs.gen == inode.gen and held.data != contents[path]):
+            raise Violation(f"plain files: {path!r} is withdrawn, and what is held is {_brief(held)}")
+        parent = path.rpartition(b"/")[0]
+        members = {p.rpartition(b"/")[2]: data for p, data in contents.items() if p.rpartition(b"/")[0] == parent}
+        if contents[path] in self.saves.made and not self.saves.lacking(contents[path], members):
+            raise Violation(f"liveness: {parent!r} is whole, and its commit file stays hidden")
+
+
+def _place(life: Life, path: bytes) -> tuple[int, bytes]:
+    fid = ROOT_FID
+    *above, name = path.split(b"/")
+    for part in above:
+        entry = life.catalogue.view.lookup(fid, part)
+        assert entry is not None
+        fid = entry.fid
+    return fid, name
+
+
+def _brief(ino: Ino | None) -> str:
+    return "nothing" if ino is None else f"{len(ino.data)} bytes {ino.data[:24]!r}"

@@ -1,0 +1,201 @@
+"""One life of a daemon in the simulation: the real engine on simulated adaptors, and its sudden death.
+
+Role: what ``cachexfs.daemon`` does without a kernel. ``kill`` ends all tasks at the await where they are; the code
+that runs then (``finally``) finds adaptors that do nothing any more, as after SIGKILL.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import trio
+from sim_catalogue import Log, SimCatalogue
+from sim_pfs import SimPfs
+
+from cachexfs.adapters.file_digest import digest_file
+from cachexfs.adapters.staging import Staging
+from cachexfs.config import MountOptions
+from cachexfs.core import namespace
+from cachexfs.core import records as rec
+from cachexfs.core.namespace import NewAttrs
+from cachexfs.core.records import FORMAT_VERSION, ROOT_FID, Job, Life as LifeRecord
+from cachexfs.core.replica import Tx
+from cachexfs.core.stages import make_stage
+from cachexfs.engine import recover
+from cachexfs.engine.attributes import Attributes
+from cachexfs.engine.completeness import Completeness
+from cachexfs.engine.content import Reader
+from cachexfs.engine.drain import Drainer
+from cachexfs.engine.files import Files, Vnode
+from cachexfs.engine.filesystem import Filesystem, Parts
+from cachexfs.engine.hold import Keeper
+from cachexfs.engine.node import Node
+from cachexfs.engine.pfs_import import Importer
+from cachexfs.engine.recover import Takeover
+from cachexfs.engine.replicate import Replicator
+from cachexfs.errors import FsError
+
+T = TypeVar("T")
+EPOCH_S = 1_700_000_000.0
+
+
+class SimClock:
+    """trio's (mock) time as the time of day; no two calls of ``now_ns`` give the same."""
+
+    def __init__(self) -> None:
+        self._calls = 0
+
+    def now_s(self) -> float:
+        """See ``Clock``."""
+        return EPOCH_S + trio.current_time()
+
+    def now_ns(self) -> int:
+        """See ``Clock``."""
+        self._calls += 1
+        return int(EPOCH_S) * 10**9 + int(trio.current_time() * 1e9) + self._calls
+
+
+class SimStaging(Staging):
+    """The real staging directory, until its daemon is dead. ``peak_bytes``: the most it has held."""
+
+    dead = False
+    peak_bytes = 0
+
+    def create(self, stage: str) -> int:
+        if self.dead:
+            raise OSError(5, "dead")
+        return super().create(stage)
+
+    def account(self, stage: str, allocated_bytes: int) -> None:
+        super().account(stage, allocated_bytes)
+        self.peak_bytes = max(self.peak_bytes, self.used_bytes)
+
+    def remove(self, stage: str) -> None:
+        if not self.dead:
+            super().remove(stage)
+
+
+class Source(Reader):
+    """As the daemon's, with stage keys from the seed."""
+
+    keeper: Keeper
+    replicator: Replicator
+
+    def new_stage(self, fid: int, gen: int) -> str:
+        return make_stage(fid, gen, self.node.random.getrandbits(32))
+
+    def grown(self, vnode: Vnode) -> None:
+        self.replicator.grown(vnode)
+
+    def make_room(self, length: int) -> bool:
+        return self.keeper.make_room(length)
+
+    async def room_freed(self) -> None:
+        await self.keeper.room_freed()
+
+
+@dataclass
+class Outcome:
+    """How an operation ended: a value, an errno, or with the death of its daemon."""
+
+    value: object = None
+    errno: int = 0
+    killed: bool = True
+    done: trio.Event = field(default_factory=trio.Event)
+
+
+class Life:
+    """A daemon from its start to its death."""
+
+    def __init__(self, options: MountOptions, log: Log, pfs: SimPfs, clock: SimClock, rng: random.Random) -> None:
+        assert options.staging is not None
+        self.staging = SimStaging(options.staging, options.memory)
+        self.staging.open()
+        self.catalogue = SimCatalogue(log, rng)
+        self.pfs = pfs
+        self.node = Node(options, options.node, self.catalogue, self.staging, clock, digest_file, pfs)
+        self.node.random = rng
+        self.dead = False
+        self.nursery: trio.Nursery | None = None
+        self.parts, self.completeness, self._takeover = self._build()
+        self.filesystem = Filesystem(self.parts)
+
+    def _build(self) -> tuple[Parts, Completeness, Takeover]:
+        node = self.node
+        source = Source(node)
+        files = Files(node, source)
+        replicator, drainer, keeper = Replicator(node, files, source), Drainer(node, files, source), Keeper(node, files)
+        completeness = Completeness(node, files, source)
+        takeover = Takeover(node)
+        source.keeper, source.replicator = keeper, replicator
+        node.members = completeness.members_of
+        drainer.on_landed = keeper.landed
+        files.on_released = drainer.released
+        for listener in (keeper.notice, replicator.notice, drainer.notice, takeover.notice):
+            self.catalogue.listen(listener)
+        attributes = Attributes(node, files, completeness)
+        return Parts(node, files, source, replicator, drainer, keeper, Importer(node, source), attributes), completeness, takeover
+
+    async def run(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        """Adopt, then serve until killed."""
+        try:
+            async with trio.open_nursery() as nursery:
+                self.nursery = nursery
+                await self._register()
+                await recover.adopt(self.node, self.parts.keeper, self.parts.files, {})
+                self.parts.drainer.load()
+                parts = self.parts
+                for task in (parts.replicator.run, parts.drainer.run, parts.keeper.run, self._takeover.run):
+                    nursery.start_soon(task)
+                task_status.started()
+                await trio.sleep_forever()
+        finally:
+            for vnode in self.parts.files._by_ino.values():
+                if vnode.fd >= 0:
+                    os.close(vnode.fd)
+            self.staging.close()
+
+    async def _register(self) -> None:
+        node, ctx = self.node, self.node.ctx()
+        record = rec.Node(node.name, "", 0, 0, self.staging.store, "", node.name)
+
+        def register(tx: Tx) -> None:
+            if tx.read(rec.JOB_KEY) is None:
+                tx.put(rec.JOB_KEY, Job(FORMAT_VERSION, ROOT_FID, node.name, node.replica_count))
+            tx.put(rec.node_key(node.name), record)
+            tx.put(rec.life_key(node.name), LifeRecord(node.name, ""))
+            namespace.join_root(tx, ctx, NewAttrs(0o755, 0, 0), imported=False)
+
+        await self.catalogue.mutate(register)
+
+    def kill(self) -> None:
+        """SIGKILL: at once, wherever every task is."""
+        self.dead = self.staging.dead = self.pfs.dead = True
+        if self.nursery is not None:
+            self.nursery.cancel_scope.cancel()
+
+    # ---- operations
+    async def call(self, function: Callable[[Filesystem], Awaitable[T]]) -> Outcome:
+        """Carry out an operation as a request of the kernel: it dies with the daemon."""
+        outcome = Outcome()
+        if self.dead or self.nursery is None:
+            return outcome
+        self.nursery.start_soon(self._request, function, outcome)
+        with trio.CancelScope(shield=True):
+            await outcome.done.wait()
+        return outcome
+
+    async def _request(self, function: Callable[[Filesystem], Awaitable[T]], outcome: Outcome) -> None:
+        try:
+            await trio.lowlevel.checkpoint()
+            try:
+                outcome.value = await function(self.filesystem)
+            except FsError as error:
+                outcome.errno = error.errno
+            outcome.killed = self.dead
+        finally:
+            outcome.done.set()
