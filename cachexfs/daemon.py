@@ -62,6 +62,7 @@ from cachexfs.engine.pfs_import import Importer
 from cachexfs.engine.recover import Takeover
 from cachexfs.engine.replicate import Replicator
 from cachexfs.errors import EXIT_CANNOT_TELL, EXIT_NOT_DURABLE, CacheXError, CannotTellError, PeerError, UsageError
+from cachexfs.forecast import Forecast
 from cachexfs.frontend.fuse import TASKS_MAX, Operations
 from cachexfs.mountpoint import unprotect
 from cachexfs.supervisor.client import Supervisor
@@ -161,6 +162,7 @@ class Daemon:
             parts.drainer.load()
             for task in (parts.replicator.run, parts.drainer.run, parts.keeper.run, takeover.run, parts.files.watch):
                 services.start_soon(task)
+            services.start_soon(self._forecast.run)
             services.start_soon(self._keep_clock, node)
             await self._serve(services, parts, completeness)
             await self._depart(catalogue)
@@ -279,11 +281,18 @@ class Daemon:
         node.members = completeness.members_of
         drainer.on_landed = keeper.landed
         files.on_released = drainer.released
-        for listener in (keeper.notice, replicator.notice, drainer.notice, takeover.notice):
+        self._forecast = Forecast(node, completeness, self._records_path())
+        for listener in (self._forecast.notice, keeper.notice, replicator.notice, drainer.notice, takeover.notice):
             catalogue.listen(listener)
         attributes = Attributes(node, files, completeness)
+        attributes.eta_s = self._forecast.eta_s
         parts = Parts(node, files, source, replicator, drainer, keeper, Importer(node, source), attributes)
         return parts, completeness, takeover
+
+    def _records_path(self) -> Path:
+        """Where the boundary times of this mount are kept, for ``cachexfs fit``: beside its log."""
+        base = Path(self.options.runtime_dir or config.default_runtime_dir())
+        return base / f"{config.mount_id(self.options.mountpoint, self.options.node)}.records"
 
     async def _start_peers(self, services: trio.Nursery, node: Node, store: ReplicaStore | None) -> None:
         options = self.options

@@ -5,6 +5,7 @@ Role: turns catalogue and completeness into the values of the user's contract. V
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import UTC, datetime
 
 from cachexfs.core.boundary import Boundary
@@ -26,6 +27,8 @@ class Attributes:
     """Computes attribute values."""
 
     def __init__(self, node: Node, files: Files, completeness: Completeness) -> None:
+        #: ("partner" or "pfs", bytes) -> (median, 95% bound) seconds from publication, or None
+        self.eta_s: Callable[[str, int], tuple[float, float] | None] = lambda boundary, size: None
         self.node = node
         self.files = files
         self.completeness = completeness
@@ -53,11 +56,12 @@ class Attributes:
         generation = node.catalogue.view.generation(fid)
         stage = self.stage(fid, inode)
         on_pfs = node.on_pfs(fid, inode)
-        found = {"stage": stage.label, "eta.partner": "unknown", "eta.pfs": "unknown"}
-        if on_pfs:
-            found["eta.pfs"] = "p50=0 p95=0"
-        if stage >= Boundary.PARTNER:
-            found["eta.partner"] = "p50=0 p95=0"
+        waited_s = max(0.0, node.clock.now_s() - inode.t_returned_s) if inode.t_returned_s else 0.0
+        found = {
+            "stage": stage.label,
+            "eta.partner": self._eta("partner", inode.size, waited_s, reached=stage >= Boundary.PARTNER),
+            "eta.pfs": self._eta("pfs", inode.size, waited_s, reached=on_pfs),
+        }
         protected = len({copy.node for copy in node.live_copies(inode)}) > node.replica_count or not inode.size
         times = (
             ("returned", inode.t_returned_s, True),
@@ -82,6 +86,14 @@ class Attributes:
             found["error"] = error
         return found
 
+    def _eta(self, boundary: str, size: int, waited_s: float, *, reached: bool) -> str:
+        if reached:
+            return "p50=0 p95=0"
+        found = self.eta_s(boundary, size)
+        if found is None:
+            return "unknown"
+        return " ".join(f"{name}={max(s - waited_s, 0.0):.3g}" for name, s in zip(("p50", "p95"), found, strict=True))
+
     async def _directory(self, fid: int) -> dict[str, str]:
         weakest, pending, error = Boundary.PFS, 0, ""
         for _, child, inode in self.completeness.walk(fid):
@@ -89,7 +101,12 @@ class Attributes:
             if not self.node.on_pfs(child, inode):
                 pending += inode.size
             error = error or inode.error
-        found = {"stage": weakest.label, "pending": str(pending), "eta.partner": "unknown", "eta.pfs": "unknown"}
+        found = {
+            "stage": weakest.label,
+            "pending": str(pending),
+            "eta.partner": self._eta("partner", pending, 0.0, reached=weakest >= Boundary.PARTNER),
+            "eta.pfs": self._eta("pfs", pending, 0.0, reached=weakest == Boundary.PFS),
+        }
         if error:
             found["error"] = error
         checkpoint = await self.completeness.checkpoint(fid)
