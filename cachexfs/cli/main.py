@@ -38,7 +38,7 @@ COMMANDS = {
     "explain": Lazy("cachexfs.cli.explain", "Why a path is where it is, and what would bring it further."),
     "recover": Lazy("cachexfs.cli.recover", "Bring what a crash left on this node's NVMe to the PFS."),
     "drill": Lazy("cachexfs.cli.drill", "Prove recovery of a checkpoint on a live job."),
-    "bench": Lazy("cachexfs.bench.command", "Rates through the mount beside tmpfs, NVMe and PFS."),
+    "bench": Lazy("cachexfs.cli.bench", "Rates through the mount beside tmpfs, NVMe and PFS."),
     "demo": Lazy("cachexfs.demo.command", "Several nodes on this machine: save, lose a node, restore."),
 }
 HIDDEN = {"job-secret": Lazy("cachexfs.cli.job_secret", "")}
