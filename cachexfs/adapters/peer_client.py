@@ -41,7 +41,7 @@ from cachexfs.core.messages import (
     Request,
 )
 from cachexfs.core.wire import AuthenticationError, Connection, LocalProtocolError, Received, check_secret
-from cachexfs.errors import PeerError
+from cachexfs.errors import CorruptError, PeerError
 
 T = TypeVar("T")
 R = TypeVar("R", bound=Reply)
@@ -361,10 +361,14 @@ class _Pool:
             self._idle.pop().stream.close()
 
 
+class PeerCorruptError(PeerError, CorruptError):
+    """The peer has looked at its copy and found it damaged: certain, unlike a call that failed."""
+
+
 def _error_of(node: str, reply: Failed) -> Exception:
     text = f"{node}: {reply.text}"
     if reply.code == "missing":
         return FileNotFoundError(errno.ENOENT, text)
     if reply.code == "os":
         return OSError(reply.errno or errno.EIO, text)
-    return PeerError(text)
+    return PeerCorruptError(text) if reply.code == "corrupt" else PeerError(text)

@@ -39,6 +39,7 @@ AHEAD_BYTES_MIN = 8 << 20
 RETRY_FIRST_S, RETRY_MAX_S = 0.25, 10.0
 COMMIT_DEADLINE_S = 120.0
 PAST_MAX = 10_000
+RENEW_AGAIN_S = 0.5
 
 
 @dataclass(slots=True)
@@ -168,10 +169,15 @@ class Replicator:
         while True:
             await self._renew_wake.wait()
             self._renew_wake = trio.Event()
-            while self._renewed:
-                fid = next(iter(self._renewed))
-                del self._renewed[fid]
-                await self._renew_manifests(fid)
+            for fid in list(self._renewed):
+                vnode = self.files.known(fid)
+                if vnode is None or not vnode.dirty:
+                    del self._renewed[fid]
+                    await self._renew_manifests(fid)
+            if self._renewed:  # being written, or just being published
+                with trio.move_on_after(RENEW_AGAIN_S):
+                    await self._renew_wake.wait()
+                self._renew_wake.set()
 
     async def _renew_manifests(self, fid: int) -> None:
         """Tell the partners a file's present path, attributes and base. The bytes stay as they are."""
@@ -191,8 +197,11 @@ class Replicator:
                         members = held.members or manifest.members
                         manifest = msgspec.structs.replace(manifest, origin=held.origin, members=members)
                         vnode = self.files.known(fid)
-                        if held.tree != content.tree or manifest == held or (vnode is not None and vnode.dirty):
-                            continue  # what is being written brings its own manifest
+                        if vnode is not None and vnode.dirty:
+                            self._renew(fid)  # a commit now would disturb what is being sent ahead
+                            return
+                        if held.tree != content.tree or manifest == held:
+                            continue  # a newer content has brought its own manifest
                         await self.node.peers.commit(name, content.stage, manifests.encode(manifest))
             except (CacheXError, OSError, trio.TooSlowError) as error:
                 # Only ``recover`` reads it, and nothing claims that it is new: a later change tries again.
@@ -249,6 +258,9 @@ class Replicator:
             self._sent.pop((name, content.stage), None)
             ctx, copy = self.node.ctx(), Copy(name, store, "nvme", self.node.clock.now_s())
             await self.node.catalogue.mutate(lambda tx: namespace.add_copy(tx, ctx, fid, content.gen, copy))  # noqa: B023
+            now = view.inode(fid)
+            if now is not None and (self.reader.path(fid) != manifest.path or _outdates(inode, now)):
+                self._renew(fid)  # renamed or changed while it was sent
 
     async def _lost_here(self, fid: int, content: Generation) -> None:
         """This node's own copy is not what the catalogue says: stop claiming it."""
