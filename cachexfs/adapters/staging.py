@@ -8,12 +8,16 @@ A file may carry several generations, each a prefix of the next (appending).
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
 import os
 import secrets
 from pathlib import Path
 
 from cachexfs.errors import UsageError
+
+_LIBC = ctypes.CDLL(None, use_errno=True)
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 
 
 class Staging:
@@ -95,6 +99,15 @@ class Staging:
     def recount(self, stage: str, fd: int) -> None:
         """Note the memory of an open staged file after it changed."""
         self.account(stage, os.fstat(fd).st_blocks * 512)
+
+    def exchange(self, one: str, two: str) -> None:
+        """Let two staged files have each other's key, in one step."""
+        old, new = os.fsencode(self._files / one), os.fsencode(self._files / two)
+        if _LIBC.renameat2(_AT_FDCWD, old, _AT_FDCWD, new, _RENAME_EXCHANGE):
+            code = ctypes.get_errno()
+            raise OSError(code, os.strerror(code), self.path(one))
+        for stage in (one, two):
+            self.account(stage, os.stat(self._files / stage).st_blocks * 512)
 
     def remove(self, stage: str) -> None:
         """Give a staged file's memory back; open descriptors go on reading."""

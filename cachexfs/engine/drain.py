@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -23,7 +24,7 @@ from cachexfs.core import namespace
 from cachexfs.core import records as rec
 from cachexfs.core.namespace import errno_name, finish_op
 from cachexfs.core.order import PendingOrder
-from cachexfs.core.records import AnyRecord, DirTimes, Inode, Op, OpKind, PfsCopy
+from cachexfs.core.records import AnyRecord, DirTimes, Generation, Inode, Op, OpKind, PfsCopy
 from cachexfs.core.replica import Tx
 from cachexfs.engine.content import Reader
 from cachexfs.engine.files import Files, Vnode
@@ -304,20 +305,45 @@ class Drainer:
         if tree and self._prepared.get(hidden) == tree:
             return
         self._prepared.pop(hidden, None)
-        source = "/dev/null" if not op.size else self.node.local_path(op.stage, op.size)
+        source, size = self._source(op, content)
         if source is None:
             raise FsError(errno.EIO, f"no whole copy of generation {op.gen} on node {self.node.name}")
         assert self.node.pfs is not None
         attrs, base = self._attrs(inode), inode.pfs if inode is not None else None
         record = msgspec.msgpack.encode(
-            {"path": op.path, "fid": op.fid, "gen": op.gen, "size": op.size, "node": self.node.name,
+            {"path": op.path, "fid": op.fid, "gen": op.gen, "size": size, "node": self.node.name,
              "job": self.node.options.job, "tree": tree,
              "mode": attrs.mode, "uid": attrs.uid, "gid": attrs.gid, "mtime_ns": attrs.mtime_ns,
              "base": None if base is None else [base.ino, base.size, base.mtime_ns]}
         )  # fmt: skip
         self._made.setdefault(op.fid, {})[hidden] = None
-        await self.node.pfs.prepare(source, op.size, hidden, attrs, record, STALL_S)
+        before = self._file_at(source)
+        await self.node.pfs.prepare(source, size, hidden, attrs, record, STALL_S)
+        while (now := self._file_at(source)) != before:  # what was published has moved to a file of its own
+            before = now
+            await self.node.pfs.prepare(source, size, hidden, attrs, record, STALL_S)
         self.progress.landed_bytes += op.size
+
+    def _source(self, op: Op, content: Generation | None) -> tuple[str | None, int]:
+        """Where the bytes of a PUT lie on this node, and how many.
+
+        A writer that the kernel served may have cut the very file after that generation was published. Then what is
+        left of it lands, or the newest content, for the sake of those that wait for the name.
+        """
+        node = self.node
+        found = "/dev/null" if not op.size else node.local_path(op.stage, op.size)
+        if found is not None or content is None or content.gen <= op.gen:
+            return found, op.size
+        if node.staging.has(op.stage):
+            return node.staging.path(op.stage), node.staging.size(op.stage)
+        return node.local_path(content.stage, content.size) if content.size else "/dev/null", content.size
+
+    @staticmethod
+    def _file_at(path: str) -> int:
+        try:
+            return os.stat(path).st_ino
+        except FileNotFoundError:
+            return 0
 
     async def _landed_put(self, key: bytes, op: Op, used: PfsAttrs, found: PfsStat) -> None:
         """A file is under its name: what is left of earlier states goes, then the claim is made."""

@@ -63,6 +63,9 @@ class Vnode:
     removed: bool = False
     last: Inode | None = None  # its record when it lost its last name
     passed: int = 0  # open handles whose writes the kernel puts into ``fd`` without asking
+    backed: int = 0  # open handles that the kernel serves from ``fd``, of readers too: while there are, ``fd`` stays
+    cached: int = 0  # open handles that use the page cache
+    closing: set[Handle] = field(default_factory=set)  # passed ones that were flushed: their RELEASE may be on its way
     seen: tuple[int, int] = (0, 0)  # size and mtime of ``fd`` when its changes were last counted
     synced: Synced | None = None
     digested: tuple[int, int, tuple[bytes, bytes, list[bytes]]] | None = None
@@ -88,6 +91,8 @@ class Handle:
     flags: int
     wrote: bool = False
     passed: bool = False
+    backed: bool = False
+    cached: bool = False
     drops_set_id: bool = False  # its writer may not keep the set-id bits of what it changes
 
     @property
@@ -118,7 +123,7 @@ class Files:
         if vnode.dirty or vnode.content.gen == generation.gen:
             vnode.content = generation if not vnode.dirty else vnode.content
             return vnode
-        if not vnode.paged:
+        if not vnode.paged and not vnode.backed:
             self._rebind(vnode, generation)
             return vnode
         del self._current[fid]
@@ -222,12 +227,23 @@ class Files:
             self._by_ino[ino] = vnode
         handle = self.open(vnode, flags)
         handle.wrote = handle.writable and vnode.dirty
-        if passed and handle.writable and (vnode.fd >= 0 or self._open_local(vnode)):
+        if not passed:
+            handle.cached = flags & os.O_ACCMODE != os.O_WRONLY
+            vnode.cached += handle.cached
+        elif vnode.fd >= 0 or self._open_local(vnode):
             self.passed_on(handle)
         return handle
 
-    def keep_pages(self, vnode: Vnode) -> bool:
-        """Whether pages that the kernel has from an earlier open are still those of this content."""
+    def keep_pages(self, handle: Handle) -> bool:
+        """The kernel will use pages; whether those that it has from an earlier open are still of this content.
+
+        Not for a write-only handle: it cannot be mapped, and without pages a byte is copied once less.
+        """
+        vnode = handle.vnode
+        if handle.flags & os.O_ACCMODE == os.O_WRONLY:
+            return False
+        handle.cached = True
+        vnode.cached += 1
         token = (vnode.content.gen, vnode.version)
         kept = vnode.paged and vnode.paged_token == token
         vnode.paged, vnode.paged_token = True, token
@@ -239,8 +255,10 @@ class Files:
         self.refresh(vnode)
         if handle.writable:
             vnode.writers -= 1
-        if handle.passed:
-            vnode.passed -= 1
+        vnode.passed -= handle.passed
+        vnode.closing.discard(handle)
+        vnode.backed -= handle.backed
+        vnode.cached -= handle.cached
         try:
             if vnode.dirty and (handle.wrote or vnode.writers == 0):
                 await self.publish(vnode)
@@ -248,6 +266,8 @@ class Files:
                 await self._complete(vnode)
         finally:
             vnode.handles -= 1
+            if not vnode.dirty and not vnode.removed and vnode.stage not in ("", vnode.content.stage):
+                self._leave_copy(vnode)
             self._drop_if_idle(vnode)
             if handle.writable:
                 self.on_released(vnode.fid)
@@ -257,13 +277,16 @@ class Files:
         """Descriptor that may back a handle, None when its I/O must come here.
 
         A writer's: of a new file that nobody else has open, with room to spare. A reader's: of a whole, clean,
-        staged content.
+        staged content that nobody writes. The kernel refuses (EIO) an open of one inode number that goes another way
+        than those that are open, but for direct I/O beside cached.
         """
         vnode, staging = handle.vnode, self.node.staging
-        if vnode.removed:
+        if vnode.backed:
+            return vnode.fd
+        if vnode.removed or vnode.cached:
             return None
         if not handle.writable:
-            clean = not vnode.dirty and not vnode.passed and vnode.content.size > 0
+            clean = not vnode.dirty and not vnode.writers and vnode.content.size > 0
             return vnode.fd if clean and (vnode.fd >= 0 or self._open_local(vnode)) and vnode.stage else None
         fresh = vnode.content.open and not vnode.dirty and vnode.fd < 0 and vnode.handles == 1
         if not fresh or staging.limit_bytes - staging.used_bytes < PASS_ROOM_BYTES_MIN:
@@ -275,9 +298,46 @@ class Files:
 
     def passed_on(self, handle: Handle) -> None:
         """The kernel will serve this handle."""
+        vnode = handle.vnode
+        handle.backed = True
+        vnode.backed += 1
         if handle.writable:
+            if not vnode.passed and not vnode.dirty:
+                vnode.seen = self._look(vnode.fd)
             handle.passed = True
-            handle.vnode.passed += 1
+            vnode.passed += 1
+
+    async def unshare(self, vnode: Vnode) -> None:
+        """Before a writer joins readers that the kernel serves: what is published moves to a file of its own.
+
+        The kernel holds ``vnode.fd``, so it is the published bytes that move, to a copy under their old stage name.
+        """
+        async with vnode.change_lock:
+            if vnode.backed and not vnode.passed and vnode.sealed:
+                await self._move_published(vnode)
+
+    async def _move_published(self, vnode: Vnode) -> None:
+        staging, size = self.node.staging, vnode.content.size
+        await self._room(vnode, size)
+        stage = self.source.new_stage(vnode.fid, vnode.content.gen + 1)
+        fd = staging.create(stage)
+        try:
+            await copy_bytes(vnode.fd, fd, size)
+            staging.exchange(vnode.stage, stage)
+        except BaseException:
+            staging.remove(stage)
+            raise
+        finally:
+            os.close(fd)
+        vnode.stage, vnode.sealed = stage, 0
+        vnode.synced, vnode.digested = None, None
+
+    def _leave_copy(self, vnode: Vnode) -> None:
+        """A private copy that nobody has changed is not needed any more."""
+        if not vnode.backed:
+            stage = vnode.stage
+            self._close_stage(vnode)
+            self.node.staging.remove(stage)
 
     @staticmethod
     def _look(fd: int) -> tuple[int, int]:
@@ -291,8 +351,11 @@ class Files:
         seen = self._look(vnode.fd)
         if seen != vnode.seen:
             vnode.seen = seen
+            inode = self.node.catalogue.view.inode(vnode.fid)
+            shown_ns = vnode.mtime_ns if vnode.dirty or inode is None else inode.mtime_ns
             vnode.version += 1
-            vnode.mtime_ns = seen[1]
+            ahead = seen[1] <= shown_ns <= self.node.clock.now_ns()  # the kernel's stamps are coarser than ours
+            vnode.mtime_ns = shown_ns if ahead else seen[1]
             self.node.staging.recount(vnode.stage, vnode.fd)
 
     def busy(self, fid: int) -> bool:
@@ -306,8 +369,9 @@ class Files:
         A writer that really is still open shares the file with the newcomer, who writes in place then.
         """
         with trio.move_on_after(SETTLE_S):
-            while vnode.passed:  # noqa: ASYNC110
+            while vnode.closing:  # noqa: ASYNC110
                 await trio.sleep(0.001)
+        vnode.closing.clear()  # flushed by a duplicate's close: still open
 
     async def watch(self) -> None:
         """Follow files that grow without asking: send ahead, make room. Until cancelled."""
@@ -382,6 +446,9 @@ class Files:
             if first and vnode.content.size and not vnode.removed:
                 ctx = self.node.ctx()
                 await self.node.catalogue.mutate(lambda tx: namespace.begin_change(tx, ctx, vnode.fid))
+            if vnode.backed and not vnode.passed and offset < vnode.sealed:
+                await self._move_published(vnode)
+                return
             if vnode.fd >= 0 and (vnode.passed or offset >= vnode.sealed):
                 return  # passed writers have this very file: drains and replicas wait for their last close
             if vnode.fd < 0 and self._continue(vnode, offset):
@@ -482,7 +549,7 @@ class Files:
                 self.node.errors[f"conflict:{vnode.fid:x}"] = (
                     f"a generation of node {generation.conflict} was replaced without having been seen"
                 )
-            if not size and vnode.stage == stage and not vnode.dirty:
+            if not size and vnode.stage == stage and not vnode.dirty and not vnode.backed:
                 self._close_stage(vnode)
                 self.node.staging.remove(stage)
 
@@ -571,9 +638,11 @@ class Files:
         """FLUSH: publish this handle's writes, and a created file that stayed empty."""
         vnode = handle.vnode
         self.refresh(vnode)
+        if handle.passed:
+            vnode.closing.add(handle)
         if vnode.dirty and (handle.wrote or handle.passed):
             await self.publish(vnode)
-        elif vnode.content.open and handle.writable and not vnode.dirty and not vnode.removed:
+        elif vnode.content.open and (handle.writable or not vnode.writers) and not vnode.dirty and not vnode.removed:
             ctx = self.node.ctx()
             await self.node.catalogue.mutate(lambda tx: namespace.close_created(tx, ctx, vnode.fid))
             generation = self.node.catalogue.view.generation(vnode.fid)

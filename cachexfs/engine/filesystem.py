@@ -235,7 +235,7 @@ class Filesystem:
                 raise FsError(errno.EISDIR if found.kind == "d" else errno.EEXIST) from None
             return await self.open(found.ino, flags), found
         vnode = self.files.vnode(fid)
-        handle = self.files.open(vnode, flags | (os.O_WRONLY if not flags & os.O_ACCMODE else 0))
+        handle = self.files.open(vnode, flags)
         return handle, self._entry(fid, "f")
 
     async def make(self, function: Callable[[Tx, namespace.Ctx], tuple[int, Inode]], parent: int) -> Attr:
@@ -370,6 +370,7 @@ class Filesystem:
         vnode = self.files.by_ino(ino)
         if flags & WRITABLE:
             await self.files.settle(vnode)
+            await self.files.unshare(vnode)
         if inode is not None and vnode is self.files.known(vnode.fid):
             vnode = self.files.vnode(vnode.fid)
         self.files.refresh(vnode)

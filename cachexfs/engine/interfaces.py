@@ -265,6 +265,10 @@ class StagingArea(Protocol):
         """Its length. Raises ``FileNotFoundError``."""
         ...
 
+    def exchange(self, one: str, two: str) -> None:
+        """Let two staged files have each other's key, in one step."""
+        ...
+
     def recount(self, stage: str, fd: int) -> None:
         """Account for an open file after it changed."""
         ...

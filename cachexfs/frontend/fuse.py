@@ -131,10 +131,8 @@ class Operations(pyfuse3.Operations):  # type: ignore[misc]
             if fd is not None and self._supervisor.offer(number, fd):
                 self.files.passed_on(handle)
                 return FileInfo(fh=number)
-        # A write-only handle cannot be mapped, and without pages a byte is copied once less.
-        direct = handle.flags & os.O_ACCMODE == os.O_WRONLY
-        keep = not direct and self.files.keep_pages(handle.vnode)
-        return FileInfo(fh=number, direct_io=direct, keep_cache=keep)
+        keep = self.files.keep_pages(handle)
+        return FileInfo(fh=number, direct_io=not handle.cached, keep_cache=keep)
 
     # ---- names
     @handler
