@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from cachexfs.core import manifest as manifests
 from cachexfs.core.digest import BLOCK_BYTES, DIGEST_BYTES, block_digest, tree_digest
-from cachexfs.core.manifest import FILE_BYTES_MAX, MANIFEST_BYTES_MAX, Manifest
+from cachexfs.core.manifest import FILE_BYTES_MAX, MANIFEST_BYTES_MAX, MEMBER_BYTES_MAX, Base, Manifest, Member
 from cachexfs.core.messages import PAYLOAD_BYTES_MAX
 from cachexfs.errors import CorruptError
 
@@ -139,3 +139,34 @@ def test_the_largest_file_has_a_manifest_that_fits_into_one_payload() -> None:
         GOOD, size=FILE_BYTES_MAX, blocks=blocks, tree=tree_digest([blocks]), path=b"/".join([b"x" * 255] * 16)
     )
     assert len(manifests.encode(large)) <= MANIFEST_BYTES_MAX
+
+
+def test_a_manifest_of_before_there_were_bases_and_members_is_read() -> None:
+    fields = msgspec.msgpack.decode(manifests.encode(GOOD))
+    old = manifests.decode(msgspec.msgpack.encode(fields[:-2]))
+    assert old == GOOD
+    assert (old.base, old.members) == (None, ())
+    newer = manifests.decode(msgspec.msgpack.encode([*fields, "of a later version"]))
+    assert newer == GOOD
+
+
+def test_base_and_members_travel_and_are_bounded() -> None:
+    members = (Member(b"sub/a", 5, block_digest(b"a")), Member(b"b", 0, b""))
+    good = msgspec.structs.replace(GOOD, base=Base(1, 2, -3), members=members)
+    assert manifests.decode(manifests.encode(good)) == good
+    for bad in ((Member(b"../a", 0, b""),), (Member(b"a", 0, b"x" * 17),), (Member(b"", 0, b""),)):
+        with pytest.raises(CorruptError):
+            manifests.decode(msgspec.msgpack.encode(msgspec.structs.replace(GOOD, members=bad)))
+    name = b"/".join([b"n" * 200] * 10)
+    many = tuple(Member(name, 0, b"") for _ in range(MEMBER_BYTES_MAX // len(name) + 1))
+    with pytest.raises(CorruptError):
+        manifests.decode(msgspec.msgpack.encode(msgspec.structs.replace(GOOD, members=many)))
+
+
+def test_members_that_do_not_fit_are_left_out() -> None:
+    blocks = b"\0" * DIGEST_BYTES * (FILE_BYTES_MAX // BLOCK_BYTES)
+    members = tuple(Member(b"n" * 200, 0, b"") for _ in range(2000))
+    large = msgspec.structs.replace(
+        GOOD, size=FILE_BYTES_MAX, blocks=blocks, tree=tree_digest([blocks]), members=members
+    )  # fmt: skip
+    assert manifests.decode(manifests.encode(large)).members == ()
