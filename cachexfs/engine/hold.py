@@ -45,21 +45,21 @@ class Keeper:
 
     def notice(self, changes: list[tuple[bytes, AnyRecord | None, AnyRecord | None]]) -> None:
         """Catalogue listener: something that referred to bytes may have gone."""
+        stages: dict[str, None] = {}
         for key, old, new in changes:
-            stages: set[str] = set()
             if isinstance(old, Generation):
-                stages.add(old.stage)
+                stages[old.stage] = None
                 if new is None:
-                    self.files.removed(int(key[2:], 16))
+                    self.files.removed(int(key[2:], 16))  # open handles take hold of the bytes before they go
             elif isinstance(old, Op):
-                stages.add(old.stage)
+                stages[old.stage] = None
             elif isinstance(old, Inode):
                 if old.synced is not None:
-                    stages.add(old.synced.stage)
+                    stages[old.synced.stage] = None
                 if new is None:
                     self.files.orphaned(int(key[2:], 16), old)
-            for stage in stages:
-                self._check(stage)
+        for stage in stages:
+            self._check(stage)
 
     def referenced(self, stage: str) -> bool:
         """Whether a generation, a pending drain, an fsync or an open file needs a stage."""
