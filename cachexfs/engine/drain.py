@@ -183,7 +183,7 @@ class Drainer:
                 self.progress.errors.pop(key, None)
         except (CacheXError, OSError, trio.TooSlowError, FsError) as error:
             now = self.node.catalogue.view.op(key)
-            if op is None or now is None or now.cancelled:
+            if op is None or now is None or (now.cancelled and not op.cancelled):
                 return  # removed meanwhile, with its bytes: no error
             state.delay_s = min(max(state.delay_s * 2, RETRY_FIRST_S), RETRY_MAX_S)
             state.failed = True
