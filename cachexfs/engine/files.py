@@ -545,6 +545,7 @@ class Files:
             assert generation is not None
             vnode.content = generation
             vnode.published = version
+            self.on_released(vnode.fid)  # no longer a created file that is open: its drain may begin
             if generation.conflict:
                 self.node.errors[f"conflict:{vnode.fid:x}"] = (
                     f"a generation of node {generation.conflict} was replaced without having been seen"
@@ -647,6 +648,7 @@ class Files:
             await self.node.catalogue.mutate(lambda tx: namespace.close_created(tx, ctx, vnode.fid))
             generation = self.node.catalogue.view.generation(vnode.fid)
             vnode.content = generation if generation is not None else vnode.content
+            self.on_released(vnode.fid)
 
     async def publish_all(self) -> list[str]:
         """Publish every unpublished content (before an unmount); returns what could not be, in words."""
