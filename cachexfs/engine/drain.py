@@ -535,9 +535,8 @@ class Drainer:
     # ---- fsync=pfs
     async def sync(self, vnode: Vnode) -> None:
         """Bytes of a file in progress, with a recovery record, fsynced on the PFS under a hidden name."""
-        if vnode.dirty:
-            version, size, digests = await self.files.snapshot(vnode)
-            del version
+        if vnode.dirty or (vnode.fd >= 0 and self.files.busy(vnode.fid)):  # its drain waits for the writer's close
+            _, size, digests = await self.files.snapshot(vnode)
             inode = self.node.catalogue.view.inode(vnode.fid)
             if inode is None:
                 return

@@ -1,0 +1,196 @@
+"""Files that are open in more than one way at a time, on a mount where the kernel does the I/O itself if it can."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from twin import same_tree
+
+from cachexfs.demo.cluster import LocalCluster
+
+BIG = 3 << 20
+
+
+@pytest.fixture(scope="module")
+def alone(make_module_cluster: Callable[..., LocalCluster]) -> LocalCluster:
+    """One mounted node; tests of this module share it."""
+    return make_module_cluster(1, {"supervisor": "auto", "fsync_timeout": "5"})
+
+
+@pytest.fixture
+def mount(alone: LocalCluster, request: pytest.FixtureRequest) -> Iterator[Path]:
+    """A directory on it for one test."""
+    path = alone.nodes[0].mountpoint / request.node.name.partition("[")[0]
+    path.mkdir()
+    yield path
+
+
+def write_all(fd: int, data: bytes, offset: int = 0) -> None:
+    while data:
+        done = os.pwrite(fd, data, offset)
+        data, offset = data[done:], offset + done
+
+
+def test_a_file_that_is_being_written_can_be_read_and_written_by_others(mount: Path) -> None:
+    """The kernel answers EIO to an open that goes another way than those of the same file that are there."""
+    path = mount / "f"
+    first = os.open(path, os.O_WRONLY | os.O_CREAT)
+    try:
+        write_all(first, b"a" * 1000)
+        assert path.read_bytes() == b"a" * 1000
+        with open(path, "r+b") as second:
+            second.seek(500)
+            second.write(b"b" * 10)
+        write_all(first, b"c", 1000)
+        assert path.read_bytes() == b"a" * 500 + b"b" * 10 + b"a" * 490 + b"c"
+    finally:
+        os.close(first)
+    assert path.stat().st_size == 1001
+
+
+def test_a_reader_sees_what_a_later_writer_writes(mount: Path) -> None:
+    """It may have been opened while the kernel served the file; the published bytes move to a file of their own."""
+    path, data = mount / "f", os.urandom(BIG)
+    path.write_bytes(data)
+    reader = os.open(path, os.O_RDONLY)
+    try:
+        assert os.pread(reader, 10, 0) == data[:10]
+        with open(path, "r+b") as writer:
+            writer.write(b"0123456789")
+            writer.flush()
+            assert os.pread(reader, 12, 0) == b"0123456789" + data[10:12]
+            with open(path, "ab") as appender:
+                appender.write(b"end")
+            assert os.pread(reader, 10, BIG) == b"end"
+        os.truncate(path, 5)
+        assert os.pread(reader, 100, 0) == b"01234"
+    finally:
+        os.close(reader)
+    assert path.read_bytes() == b"01234"
+
+
+def test_a_truncated_and_emptied_file_stays_open_to_its_reader_and_to_new_writers(mount: Path) -> None:
+    path = mount / "f"
+    path.write_bytes(b"x" * BIG)
+    reader = os.open(path, os.O_RDONLY)
+    try:
+        path.write_bytes(b"")
+        assert os.pread(reader, 10, 0) == b""
+        path.write_bytes(b"again")
+        assert os.pread(reader, 10, 0) == b"again"
+    finally:
+        os.close(reader)
+
+
+def test_a_file_created_by_a_reader_can_be_mapped_shared(mount: Path) -> None:
+    fd = os.open(mount / "f", os.O_RDONLY | os.O_CREAT, 0o644)
+    try:
+        (mount / "f").write_bytes(b"mapped")
+        with mmap.mmap(fd, 6, mmap.MAP_SHARED, mmap.PROT_READ) as mapped:
+            assert bytes(mapped) == b"mapped"
+    finally:
+        os.close(fd)
+
+
+def test_fsync_after_a_duplicate_was_closed_does_not_wait_for_the_close(mount: Path, alone: LocalCluster) -> None:
+    """A child that ends closes its copies of descriptors: that publishes, and the drain waits for the writer."""
+    fd = os.open(mount / "f", os.O_RDWR | os.O_CREAT)
+    try:
+        write_all(fd, b"before the fork")
+        os.close(os.dup(fd))
+        os.fsync(fd)
+        held = [p.read_bytes() for p in (alone.pfs / ".cachexfs").rglob("*") if p.is_file()]
+        assert b"before the fork" in held
+    finally:
+        os.close(fd)
+
+
+def test_a_sparse_file_larger_than_staging_is_refused_at_once(mount: Path) -> None:
+    """Its holes would be read, digested and sent like bytes: a petabyte of them kept the daemon busy for ever."""
+    with open(mount / "f", "wb") as file:
+        with pytest.raises(OSError, match="File too large"):
+            os.truncate(file.fileno(), 999_999_999_999_999)
+        with pytest.raises(OSError, match="File too large"):
+            os.truncate(mount / "f", 1 << 50)
+        os.truncate(file.fileno(), 100 << 20)
+        file.seek(99 << 20)
+        file.write(b"end")
+    assert (mount / "f").stat().st_size == 100 << 20
+
+
+def test_fstat_of_an_unlinked_open_file_keeps_its_mode_and_owner(mount: Path) -> None:
+    fd = os.open(mount / "f", os.O_RDWR | os.O_CREAT, 0o640)
+    try:
+        write_all(fd, b"abc")
+        os.chown(mount / "f", 12, 34)
+        os.utime(mount / "f", ns=(1_000_000_001, 2_000_000_002))
+        os.unlink(mount / "f")
+        found = os.fstat(fd)
+        assert (found.st_mode & 0o7777, found.st_uid, found.st_gid, found.st_nlink) == (0o640, 12, 34, 0)
+        assert (found.st_atime_ns, found.st_mtime_ns, found.st_size) == (1_000_000_001, 2_000_000_002, 3)
+        os.fchmod(fd, 0o600)
+        assert os.fstat(fd).st_mode & 0o7777 == 0o600
+    finally:
+        os.close(fd)
+
+
+def test_a_write_by_others_takes_the_set_id_bits_away(make_cluster: Callable[..., LocalCluster]) -> None:
+    cluster = make_cluster(1, {"supervisor": "auto", "allow_other": "on"})
+    path = cluster.nodes[0].mountpoint / "f"
+    path.touch()
+    path.chmod(0o6777)
+    cluster.nodes[0].root.chmod(0o755)
+    subprocess.run(["/bin/sh", "-c", f"printf x > {path}"], user=65534, group=65534, extra_groups=(), check=True)
+    assert path.stat().st_mode & 0o7777 == 0o777
+
+
+def test_hard_links_are_one_file_here_and_on_the_pfs(
+    make_cluster: Callable[..., LocalCluster], tmp_path: Path
+) -> None:
+    cluster = make_cluster(1)
+    for root in (cluster.nodes[0].mountpoint, tmp_path):
+        (root / "d").mkdir()
+        (root / "a").write_bytes(b"first")
+        os.link(root / "a", root / "d/b")
+        assert (root / "a").stat().st_nlink == 2
+        assert os.path.samefile(root / "a", root / "d/b")
+        (root / "d/b").write_bytes(b"second, through the other name")
+        os.link(root / "d/b", root / "c")
+        os.rename(root / "a", root / "d/a")  # another name of the same file
+        os.unlink(root / "d/b")
+        with open(root / "c", "ab") as file:
+            file.write(b" and more")
+            os.link(root / "c", root / "open")
+        os.rename(root / "c", root / "d/a")  # does nothing: they are one file
+        assert (root / "open").stat().st_nlink == 3
+        os.symlink("open", root / "s")
+        os.link(root / "s", root / "s2", follow_symlinks=False)
+        os.mkfifo(root / "p")
+        os.link(root / "p", root / "p2")
+        for name in ("p", "p2"):
+            os.chmod(root / name, 0o640)
+            os.unlink(root / name)
+    cluster.umount()
+    assert same_tree(cluster.pfs, tmp_path) == []
+    assert os.path.samefile(cluster.pfs / "open", cluster.pfs / "d/a")
+
+
+def test_a_name_that_was_linked_reads_from_the_pfs_after_the_first_one_is_gone(
+    make_cluster: Callable[..., LocalCluster],
+) -> None:
+    cluster = make_cluster(1)
+    mount = cluster.nodes[0].mountpoint
+    (mount / "a").write_bytes(b"bytes")
+    cluster.umount()
+    cluster.mount()
+    os.link(mount / "a", mount / "b")
+    os.unlink(mount / "a")
+    assert (mount / "b").read_bytes() == b"bytes"
+    assert (mount / "b").stat().st_nlink == 1
+    cluster.umount()
+    assert sorted(p.name for p in cluster.pfs.iterdir()) == [".cachexfs", "b"]
