@@ -21,7 +21,7 @@ import trio
 from cachexfs.core import manifest as manifests
 from cachexfs.core import namespace
 from cachexfs.core import records as rec
-from cachexfs.core.commitfiles import is_commit_name, is_pointer_name
+from cachexfs.core.commitfiles import is_commit_name, is_pointer_name, pointer_target
 from cachexfs.core.digest import BLOCK_BYTES, block_digest
 from cachexfs.core.manifest import MEMBERS_MAX, Base, Manifest, Member
 from cachexfs.core.records import ROOT_FID, AnyRecord, Copy, Dirent, Generation, Inode, Life
@@ -40,6 +40,7 @@ RETRY_FIRST_S, RETRY_MAX_S = 0.25, 10.0
 COMMIT_DEADLINE_S = 120.0
 PAST_MAX = 10_000
 RENEW_AGAIN_S = 0.5
+POINTER_BYTES_MAX = 4096
 
 
 @dataclass(slots=True)
@@ -314,28 +315,51 @@ class Replicator:
             blocks=b"".join(digests[2]), mode=inode.mode, uid=inode.uid, gid=inode.gid, mtime_ns=inode.mtime_ns,
             atime_ns=inode.atime_ns, gen=content.gen if content else inode.gen + 1, origin=self.node.name,
             revision=self.node.catalogue.view.published_at(fid) if content else 0, published=content is not None,
-            base=base, members=self._members(fid, path) if content else (),
+            base=base, members=self._members(fid, path, content) if content else (),
         )  # fmt: skip
 
-    def _members(self, fid: int, path: bytes) -> tuple[Member, ...]:
-        """What lies beside and below a commit file and is not newer: the very contents that it stands for."""
+    def _members(self, fid: int, path: bytes, content: Generation) -> tuple[Member, ...]:
+        """What a commit file stands for: the very contents beside and below it, of a pointer those below its target,
+        that are not newer than itself."""
         name = path.rpartition(b"/")[2]
-        if not is_commit_name(name) or is_pointer_name(name):
+        view, names = self.node.catalogue.view, self.node.catalogue.view.names_of(fid)
+        if not is_commit_name(name) or not names:
             return ()
-        view, found = self.node.catalogue.view, []
-        published = view.published_at(fid)
-        stack = [(b"", parent) for parent, _ in view.names_of(fid)[:1] if parent != ROOT_FID]
+        start, top = b"", names[0][0]
+        if is_pointer_name(name):
+            goal = self._target(name, content)
+            for part in goal.split(b"/"):
+                entry = view.lookup(top, part)
+                if entry is None or entry.kind != "d":
+                    return ()
+                top = entry.fid
+            start = goal + b"/"
+        elif top == ROOT_FID:
+            return ()  # all checkpoints of the mount are below it
+        found: list[Member] = []
+        stack, published = [(start, top)], view.published_at(fid)
         while stack:
             prefix, directory = stack.pop()
-            for name, entry in view.children(directory).items():
-                content = view.generation(entry.fid)
+            for child, entry in view.children(directory).items():
+                member = view.generation(entry.fid)
                 if entry.kind == "d":
-                    stack.append((prefix + name + b"/", entry.fid))
-                elif content is not None and entry.fid != fid and view.published_at(entry.fid) < published:
-                    found.append(Member(prefix + name, content.size, content.digest))
+                    stack.append((prefix + child + b"/", entry.fid))
+                elif member is not None and entry.fid != fid and view.published_at(entry.fid) < published:
+                    found.append(Member(prefix + child, member.size, member.digest))
             if len(found) + len(stack) > MEMBERS_MAX:
                 return ()
         return tuple(sorted(found, key=lambda member: member.name))
+
+    def _target(self, name: bytes, content: Generation) -> bytes:
+        """What a pointer file names, read from this node's copy; b"" when it has none or names nothing."""
+        path = self.node.local_path(content.stage, content.size)
+        if path is None or content.size > POINTER_BYTES_MAX:
+            return b""
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            return pointer_target(name, os.pread(fd, content.size, 0)) or b""
+        finally:
+            os.close(fd)
 
     async def _send(self, name: str, fd: int, manifest: Manifest, digests: Sequence[bytes]) -> str:
         """Send the blocks that the partner lacks, then make the copy durable; returns the partner's store."""

@@ -260,21 +260,21 @@ class Publisher:
             relative = path[len(directory) + 1 :] if directory else path
             if relative in needs or not named:
                 reasons.append(f"{shown(relative)}: {self.outcomes[path].outcome}")
-        reasons = reasons or self._mixed(overlay, commits, needs)
+        reasons = reasons or self._mixed(overlay, commits, found)
         more = f", and {len(reasons) - SHOWN_MAX} more" if len(reasons) > SHOWN_MAX else ""
         return "waits for " + "; ".join(reasons[:SHOWN_MAX]) + more if reasons else ""
 
-    def _mixed(self, overlay: Overlay, commits: Iterable[Candidate], needs: Collection[bytes]) -> list[str]:
+    def _mixed(self, overlay: Overlay, commits: Iterable[Candidate], found: Members | None) -> list[str]:
         """Members that are not the very files that a commit file was saved with."""
         wrong = []
         for commit in commits:
             expected = commit.members
-            for name in sorted(needs):
+            for name in sorted(found.needs) if found is not None else ():
                 due = expected.get(name)
                 if due is None or not due.digest:
                     continue
-                found = overlay.content(name)
-                if found is None or (found.size, found.digest) != (due.size, due.digest):
+                content = overlay.content(name)
+                if content is None or (content.size, content.digest) != (due.size, due.digest):
                     wrong.append(f"{shown(name)}: not the file that {shown(name_of(commit.path))} was saved with")
         return wrong
 
@@ -289,6 +289,7 @@ class Publisher:
                 goal = pointer_target(name_of(candidate.path), data)
                 found = formats.describe(overlay)
                 reasons = overlay.problems(found) if found is not None else []
+                reasons = reasons or overlay.lost(candidate) or self._mixed(overlay, [candidate], found)
             except CacheXError as error:
                 reasons, goal = [f"what it names cannot be read: {error}"], None
             if not reasons and goal is not None and self.target.lstat(_join(directory, goal)) is None:
@@ -357,6 +358,11 @@ class Overlay:
             raise
         except OSError as error:
             raise CannotTellError(f"{shown(name)}: {error.strerror}") from None
+
+    def lost(self, pointer: Candidate) -> list[str]:
+        """Files that lay below a pointer's target when it was saved, and are not there or shorter now."""
+        short = [m for m in pointer.record.members or () if self.sizes.get(m.name, -1) < m.size]
+        return [f"{shown(member.name)}: absent or short" for member in short]
 
     def problems(self, members: Members) -> list[str]:
         """What keeps the checkpoint from being whole, by names and sizes."""

@@ -1,0 +1,241 @@
+"""Publishing in any order, with anything missing, killed at any step: no checkpoint ever looks whole and is not.
+
+A checkpoint of one generation lies on the PFS; one of the next, with the same names and sizes, is held by several
+nodes, of which some may be lost. After every single change of the PFS an independent look judges what is there.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import struct
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+
+import pytest
+
+from cachexfs.core import formats
+from cachexfs.core.digest import FileDigest
+from cachexfs.core.manifest import Member
+from cachexfs.recovery.choice import Candidate, Record, choose, decode_record
+from cachexfs.recovery.publish import Publisher
+from cachexfs.recovery.report import Outcome
+from cachexfs.recovery.target import Target
+
+Tree = dict[str, bytes]
+
+
+def safetensors(text: bytes) -> bytes:
+    header = json.dumps({"t": {"dtype": "U8", "data_offsets": [0, len(text)]}}).encode()
+    return struct.pack("<Q", len(header)) + header + text
+
+
+def huggingface(mark: bytes) -> Tree:
+    """Shards and their index, the same names and sizes whatever ``mark`` (one byte) is."""
+    index = {"metadata": {"mark": mark.decode()}, "weight_map": {f"t{i}": f"model-{i}.safetensors" for i in range(3)}}
+    shards = {f"run/model-{i}.safetensors": safetensors(mark * (50 + i)) for i in range(3)}
+    return shards | {"run/model.safetensors.index.json": json.dumps(index).encode(), "run/notes.txt": mark * 10}
+
+
+def deepspeed(mark: bytes) -> Tree:
+    """A tag's directory and the file that points to it."""
+    return {
+        f"tag{mark.decode()}/mp_rank_00_model_states.pt": mark * 100,
+        f"tag{mark.decode()}/zero_pp_rank_0_mp_rank_00_optim_states.pt": mark * 200,
+        "latest": b"tag" + mark,
+    }
+
+
+class Files:
+    """An independent look at a directory."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        paths = [p for p in root.rglob("*") if p.is_file() and ".cachexfs" not in p.parts]
+        self._sizes = {os.fsencode(p.relative_to(root)): p.stat().st_size for p in paths}
+
+    def names(self) -> Collection[bytes]:
+        return self._sizes
+
+    def size(self, name: bytes) -> int | None:
+        return self._sizes.get(name)
+
+    def read(self, name: bytes, offset: int, length: int) -> bytes:
+        return (self.root / os.fsdecode(name)).read_bytes()[offset : offset + length]
+
+
+def claimed(root: Path, generations: Mapping[str, Tree]) -> str | None:
+    """Which generation the directory claims to be whole of; None for no claim. Fails for a mixture."""
+    files = Files(root)
+    found = formats.describe(files)
+    if found is None or found.incomplete_reason:
+        return None
+    sizes = {name: files.size(name) or 0 for name in files.names()}
+    if formats.evaluate(found.needs, sizes):
+        return None
+    needed = [found.commit, *found.needs]
+    present = {name: files.read(name, 0, 1 << 20) for name in needed}
+    whole = [
+        mark for mark, tree in generations.items()
+        if all(_of(tree, name, root) == data for name, data in present.items())
+    ]  # fmt: skip
+    assert whole, f"claims to be whole and is a mixture: {sorted(present)}"
+    return whole[0]
+
+
+def _of(tree: Tree, name: bytes, root: Path) -> bytes | None:
+    relative = os.fsdecode(name)
+    return tree.get(relative) or tree.get(f"{root.name}/{relative}")
+
+
+class Killed(BaseException):
+    """The process ends here."""
+
+
+class Watched(Target):
+    """A target that judges the directory after each change, and may be killed after some."""
+
+    def __init__(self, root: Path, judge: Callable[[], object], steps: int = 1 << 30) -> None:
+        super().__init__(str(root), lambda count: None)
+        self._judge = judge
+        self._steps = steps
+        self.token() or self.establish()
+
+    def _step(self) -> None:
+        self._judge()
+        self._steps -= 1
+        if self._steps < 0:
+            raise Killed
+
+    def prepare(self, candidate: Candidate) -> None:
+        super().prepare(candidate)
+        self._step()
+
+    def land(self, candidate: Candidate) -> None:
+        super().land(candidate)
+        self._step()
+
+    def hide(self, path: bytes) -> str:
+        name = super().hide(path)
+        self._step()
+        return name
+
+    def forget_held(self, name: str) -> None:
+        super().forget_held(name)
+        self._step()
+
+
+def write(root: Path, tree: Tree) -> None:
+    for name, data in tree.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(data)
+
+
+def candidates(pfs: Path, nvme: Path, tree: Tree) -> list[Candidate]:
+    """The tree as replicas on NVMe, based on what the PFS has now."""
+    write(nvme, tree)
+    found = []
+    for number, (name, data) in enumerate(sorted(tree.items())):
+        digest = FileDigest()
+        digest.update(data)
+        base = None
+        if (pfs / name).exists():
+            status = (pfs / name).stat()
+            base = (status.st_ino, status.st_size, status.st_mtime_ns)
+        members: tuple[Member, ...] = ()
+        if name.endswith(".index.json"):
+            members = tuple(_member(other, 1, tree) for other in tree if other.endswith(".safetensors"))
+        elif name == "latest":
+            members = tuple(_member(other, 0, tree) for other in tree if other != name)
+        result = digest.result()
+        record = Record(
+            path=name.encode(), fid=4096 * (number + 1), gen=2, size=len(data), mode=0o644, uid=os.getuid(),
+            gid=os.getgid(), mtime_ns=10**18, base=base, digest=result.file, tree=result.tree, job="j",
+            revision=number + 1, members=members,
+        )  # fmt: skip
+        found.append(Candidate(record, f"{record.fid:x}.2.0-{len(data):x}", str(nvme / name)))
+    return found
+
+
+def _member(name: str, cut: int, tree: Tree) -> Member:
+    """A member, its name relative to its directory (``cut`` 1) or to the root (0)."""
+    digest = FileDigest()
+    digest.update(tree[name])
+    return Member(name.split("/", cut)[-1].encode(), len(tree[name]), digest.result().file)
+
+
+def publish(target: Target, held: list[Candidate]) -> list[Outcome]:
+    """One run of a node that holds these."""
+    ready = [
+        Candidate(decode_record(data), hidden, ready=True) for hidden, data, there, _ in target.records() if there
+    ]  # fmt: skip
+    return Publisher(target, choose([*held, *ready]), lambda candidate: None, lambda count: None).run()
+
+
+@pytest.mark.parametrize("seed", range(25))
+@pytest.mark.parametrize("layout", [huggingface, deepspeed])
+def test_any_order_any_loss_any_kill(tmp_path: Path, layout: Callable[[bytes], Tree], seed: int) -> None:
+    chance = random.Random(seed)
+    pfs, nvme = tmp_path / "pfs", tmp_path / "nvme"
+    pfs.mkdir()
+    generations = {"A": layout(b"A"), "B": layout(b"B")}
+    overwrites = chance.random() < 0.7
+    if overwrites:
+        write(pfs, generations["A"])
+    root = pfs / "run" if layout is huggingface else pfs
+
+    def judge() -> str | None:
+        return claimed(root, generations)
+
+    held = candidates(pfs, nvme, generations["B"])
+    lost = chance.random() < 0.4
+    if lost:
+        gone = chance.choice([c for c in held if c.path.endswith((b".safetensors", b".pt"))])
+        held.remove(gone)
+    nodes: list[list[Candidate]] = [[], [], []]
+    for candidate in held:
+        nodes[chance.randrange(3)].append(candidate)
+    for _ in range(chance.randrange(4)):
+        try:
+            publish(Watched(pfs, judge, steps=chance.randrange(8)), chance.choice(nodes))
+        except Killed:
+            pass
+    outcomes = [o for node in [*nodes, *nodes] for o in publish(Watched(pfs, judge), node)]
+    last = {outcome.path: outcome.outcome for outcome in outcomes}
+    if not lost:
+        assert judge() == "B"
+        assert set(last.values()) == {"there"} or "withheld" not in last.values()
+        assert all((pfs / name).read_bytes() == data for name, data in generations["B"].items())
+        assert [p for p in (pfs / ".cachexfs/tmp").rglob("*") if p.is_file()] == []
+        assert {o.outcome for node in nodes for o in publish(Watched(pfs, judge), node)} <= {"there"}
+    else:
+        assert judge() == ("A" if overwrites else None)
+        assert "withheld" in last.values()
+
+
+def test_what_lies_elsewhere_is_not_touched(tmp_path: Path) -> None:
+    """Paths out of the directory, symlinks in it, a directory where a file should be."""
+    pfs, nvme, outside = tmp_path / "pfs", tmp_path / "nvme", tmp_path / "outside"
+    for path in (pfs, outside, pfs / "dir"):
+        path.mkdir()
+    (pfs / "link").symlink_to(outside)
+    target = Watched(pfs, lambda: None)
+    tree = {"link/f": b"1", "dir": b"2", "good": b"3"}
+    held = candidates(pfs, nvme, tree)
+    assert {o.path: o.outcome for o in publish(target, held)} == {
+        "link/f": "failed", "dir": "conflict", "good": "published",
+    }  # fmt: skip
+    assert list(outside.iterdir()) == []
+    for path in (b"../out", b".cachexfs/id", b"a/./b", b"/etc/x"):
+        bad = Candidate(decode_record(_record(path)), "2000.1.0-1", str(nvme / "good"))
+        assert [o.outcome for o in publish(target, [bad])] == ["damaged"]
+    assert not (tmp_path / "out").exists()
+
+
+def _record(path: bytes) -> bytes:
+    import msgspec
+
+    fields = {"path": path, "fid": 8192, "gen": 1, "size": 1, "mode": 0o644, "mtime_ns": 1}
+    return msgspec.msgpack.encode(fields)
