@@ -39,12 +39,20 @@ RETRY_FIRST_S, RETRY_MAX_S = 0.25, 15.0
 STALL_S = 20.0  # without progress, a call on the PFS counts as hung
 
 
-_ANY_GEN = 1 << 62
+_GEN_MAX = 1 << 62
 
 
 def _gen_of(hidden: str) -> int:
     """The generation in a hidden name: ``<stage>-<size>``."""
     return int(hidden.split(".")[1].partition("-")[0], 16)
+
+
+class _Prepared(msgspec.Struct):
+    """What a recovery record says of itself."""
+
+    fid: int
+    gen: int
+    store: str = ""
 
 
 @dataclass(slots=True)
@@ -164,6 +172,7 @@ class Drainer:
         """Carry out what can be carried out, until cancelled."""
         async with trio.open_nursery() as nursery:
             self._nursery = nursery
+            nursery.start_soon(self._clean_up)
             while True:
                 await self._wake.wait()
                 self._wake = trio.Event()
@@ -211,6 +220,35 @@ class Drainer:
                 await self.node.catalogue.mutate(lambda tx: namespace.note_error(tx, ctx, op.fid, text))
             except CacheXError as unavailable:
                 log.warning("the error could not be recorded: %s", unavailable)
+
+    async def _clean_up(self) -> None:
+        """What this daemon's earlier life has prepared and nothing will land goes.
+
+        Records of another staging directory stay: its catalogue is not ours, so that a file which is unknown here is
+        not one that was removed. ``cachexfs recover`` reads those.
+        """
+        while self.node.pfs is not None:
+            try:
+                for found in await self.node.pfs.prepared(STALL_S):
+                    await self._clean_up_one(found.hidden, found.record)
+                return
+            except (CacheXError, OSError, trio.TooSlowError) as error:
+                log.debug("prepared files cannot be looked through yet: %s", error)
+            await trio.sleep(RETRY_MAX_S)
+
+    async def _clean_up_one(self, hidden: str, data: bytes) -> None:
+        view = self.node.catalogue.view
+        try:
+            record = msgspec.msgpack.decode(data, type=_Prepared)
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            return
+        inode = view.inode(record.fid)
+        if record.store != self.node.staging.store or hidden in self._made.get(record.fid, ()):
+            return
+        self._made.setdefault(record.fid, {})[hidden] = None
+        done = inode is None or (inode.pfs is not None and inode.pfs.gen >= record.gen)
+        if done and not view.ops_of(record.fid):
+            await self._discard(record.fid, hidden)
 
     # ---- operations
     async def _carry_out(self, key: bytes, op: Op, state: _State) -> None:
@@ -313,6 +351,7 @@ class Drainer:
         record = msgspec.msgpack.encode(
             {"path": op.path, "fid": op.fid, "gen": op.gen, "size": size, "node": self.node.name,
              "job": self.node.options.job, "tree": tree,
+             "store": self.node.staging.store,
              "mode": attrs.mode, "uid": attrs.uid, "gid": attrs.gid, "mtime_ns": attrs.mtime_ns,
              "base": None if base is None else [base.ino, base.size, base.mtime_ns]}
         )  # fmt: skip
@@ -412,7 +451,7 @@ class Drainer:
             if op.path2:
                 await pfs.run("unlink", b".cachexfs/held/" + op.path2, b"", None, STALL_S)
             if inode is None:  # that was its last name
-                await self._discard(op.fid, *self._stale(op.fid, _ANY_GEN))
+                await self._discard(op.fid, *self._stale(op.fid, _GEN_MAX))
         if op.kind in (OpKind.SYMLINK, OpKind.MKNOD):
             await self._note_landed(key, op.fid)
         else:
@@ -493,14 +532,18 @@ class Drainer:
             tx.put(rec.inode_key(op.fid), msgspec.structs.replace(inode, pfs=pfs, t_pfs_s=0.0, error=why))
             return True
 
-        if not await self.node.catalogue.mutate(fall):
-            await self.node.pfs.run("unlink", op.path, b"", None, STALL_S)  # it was removed or replaced since
+        held = b".cachexfs/held/" + hidden.encode()
+        if not await self.node.catalogue.mutate(fall):  # it was removed or replaced since
+            await self.node.pfs.run("unlink", op.path, b"", None, STALL_S)
+            await self.node.pfs.run("unlink", held, b"", None, STALL_S)
         else:
             try:
                 await self.node.pfs.run("hide", op.path, hidden.encode(), None, STALL_S)
             except FileNotFoundError:
                 if not again:
                     raise
+            if self.node.catalogue.view.inode(op.fid) is None:
+                await self.node.pfs.run("unlink", held, b"", None, STALL_S)
         await self._finish(key)
 
     async def _set_attrs(self, key: bytes, op: Op) -> None:

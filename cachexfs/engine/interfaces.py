@@ -134,6 +134,20 @@ class PfsStat:
     target: bytes = b""
 
 
+class PreparedFile(Protocol):
+    """A recovery record on the PFS: the hidden name of its file, and its bytes."""
+
+    @property
+    def hidden(self) -> str:
+        """Name below ``.cachexfs/tmp``."""
+        ...
+
+    @property
+    def record(self) -> bytes:
+        """As given to ``Pfs.prepare``."""
+        ...
+
+
 class Pfs(Protocol):
     """The shared filesystem, touched by child processes only. Paths are relative to the PFS directory.
 
@@ -158,6 +172,10 @@ class Pfs(Protocol):
 
     async def discard(self, hidden: str, deadline_s: float) -> None:
         """Remove a prepared file and its record: it is not to land any more."""
+        ...
+
+    async def prepared(self, deadline_s: float) -> Sequence[PreparedFile]:
+        """Every recovery record beside prepared files, of all nodes, also without its file."""
         ...
 
     async def land(self, hidden: str, path: bytes, attrs: PfsAttrs, deadline_s: float) -> PfsStat:
