@@ -111,34 +111,41 @@ def test_one_node_alone_has_nothing_to_come_back_from(
     assert not any(ok for _, ok in files(ended).values())
 
 
-@pytest.mark.parametrize("survivor", [0, 1])
-def test_a_survivor_of_two_goes_on_once_somebody_vouches(
-    make_cluster: Callable[..., LocalCluster], survivor: int
+@pytest.mark.parametrize("nodes", [2, 3])
+def test_a_survivor_goes_on_once_somebody_vouches_for_all_others(
+    make_cluster: Callable[..., LocalCluster], nodes: int
 ) -> None:
-    cluster = make_cluster(2, OPTIONS | {"fsync_timeout": "4"})
-    lost, name = 1 - survivor, f"n{1 - survivor}"
+    """The last node holds the replicas of the one before it; all others are killed and wiped."""
+    cluster = make_cluster(nodes, OPTIONS | {"fsync_timeout": "4"})
+    survivor, writer = nodes - 1, nodes - 2
+    others = [f"n{index}" for index in range(survivor)]
+    dead = [word for name in others for word in ("--dead", name)]
     mount = cluster.nodes[survivor].mountpoint
     data = os.urandom(3 * MIB + 1)
     with pfs_away(cluster):
-        write_file(cluster.nodes[lost].mountpoint / "theirs", data)
+        write_file(cluster.nodes[writer].mountpoint / "theirs", data)
         until_stage(mount / "theirs", "partner")
-        alive = cluster.run(survivor, "recover", "--dead", name)
+        alive = cluster.run(survivor, "recover", *dead)
         assert (alive.code, "answers" in alive.err) == (EXIT_USAGE, True)
         assert cluster.run(survivor, "recover", "--dead", "n7").code == EXIT_USAGE
-        cluster.kill(lost)
-        cluster.wipe(lost)
+        for index in range(survivor):
+            cluster.kill(index)
+            cluster.wipe(index)
         with pytest.raises(OSError, match="error"):
             write_file(mount / "early", b"no majority", sync=False)
-        ended = cluster.run(survivor, "recover", "--dead", name)
+        if nodes > 2:
+            one = cluster.run(survivor, "recover", "--dead", "n0")
+            assert (one.code, "n1 must be vouched for" in one.err) == (EXIT_USAGE, True)
+        ended = cluster.run(survivor, "recover", *dead)
         assert ended.code == EXIT_DONE, ended
         assert "goes on" in ended.out
         write_file(mount / "later", b"a change", sync=False)
         (mount / "later").rename(mount / "renamed")
         assert (mount / "renamed").read_bytes() == b"a change"
         assert (mount / "theirs").read_bytes() == data
-        again = cluster.run(survivor, "recover", "--dead", name, "--json")
+        again = cluster.run(survivor, "recover", *dead, "--json")
         assert (again.code, json.loads(again.out)["done"]) == (EXIT_DONE, False)
     until_stage(mount / "theirs", "pfs")
     until_stage(mount / "renamed", "pfs")
     assert (cluster.pfs / "theirs").read_bytes() == data
-    assert xattr(mount / "theirs", "origin") == name
+    assert xattr(mount / "theirs", "origin") == others[-1]
