@@ -134,20 +134,20 @@ class Checkers:
         if staging.peak_bytes > staging.limit_bytes + PAGE_SLACK_BYTES:
             raise Violation(f"memory: {staging.peak_bytes} bytes of {staging.limit_bytes}")
 
-    def nothing_left(self, life: Life) -> None:
-        """At rest: no staged file without a use, no hidden file without one."""
+    def nothing_left(self, life: Life, *, cut: bool) -> None:
+        """At rest: no staged file without a use, no hidden file without one (``cut``: but those of a power cut)."""
         for stage in life.staging.stages():
             if not life.parts.keeper.referenced(stage):
                 raise Violation(f"memory: {stage} is staged for nothing")
         # Parts that a killed child leaves go with the next attempt at their name, or stay.
-        if left := [name for name in self.store.tmp.entries if b"~" not in name]:
+        if left := [name for name in self.store.tmp.entries if b"~" not in name and not cut]:
             raise Violation(f"left over: {left} in .cachexfs/tmp")
         hidden = {
             e.record.pfs.hidden.encode()
             for _, e in life.catalogue.view.items()
             if isinstance(e.record, Inode) and e.record.pfs is not None
         }
-        if left := [name for name in self.store.held.entries if name not in hidden]:
+        if left := [name for name in self.store.held.entries if name not in hidden and not cut]:
             raise Violation(f"left over: {left} in .cachexfs/held")
 
     # ---- the end

@@ -119,7 +119,9 @@ class Client:
         if shown == self.tree:
             return
         if shown != self._after:
-            raise Violation(f"killed in step {self.steps} of {self.base!r}: {difference(shown, self.tree, self._after)}")
+            raise Violation(
+                f"killed in step {self.steps} of {self.base!r}: {difference(shown, self.tree, self._after)}"
+            )
         self.tree = self._after
 
     async def shown(self) -> Tree:

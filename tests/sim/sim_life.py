@@ -138,7 +138,11 @@ class Life:
         for listener in (keeper.notice, replicator.notice, drainer.notice, takeover.notice):
             self.catalogue.listen(listener)
         attributes = Attributes(node, files, completeness)
-        return Parts(node, files, source, replicator, drainer, keeper, Importer(node, source), attributes), completeness, takeover
+        return (
+            Parts(node, files, source, replicator, drainer, keeper, Importer(node, source), attributes),
+            completeness,
+            takeover,
+        )
 
     async def run(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Adopt, then serve until killed."""

@@ -123,7 +123,7 @@ class SimPfs:
 
     # ---- copies
     async def prepare(
-        self, source: str, size: int, hidden: str, attrs: PfsAttrs, record: bytes, deadline_s: float
+        self, source: str, size: int, hidden: str, attrs: PfsAttrs, record: bytes, deadline_s: float, *, digest: bytes = b""
     ) -> None:
         """See ``Pfs``."""
         name, store = hidden.encode(), self.store
@@ -261,9 +261,7 @@ class SimPfs:
         await self._step("symlink", make, deadline_s, path)
         await self._sync(deadline_s, parent)
 
-    async def _move(
-        self, kind: str, source: bytes, target: bytes, deadline_s: float, *, over: bool
-    ) -> None:
+    async def _move(self, kind: str, source: bytes, target: bytes, deadline_s: float, *, over: bool) -> None:
         key = (kind, source, target)
         (old, name), (new, name2) = self._place(source), self._place(target)
         found, there = old.entries.get(name), new.entries.get(name2)

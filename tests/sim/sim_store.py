@@ -109,7 +109,9 @@ class Store:
         return found
 
     def used_bytes(self) -> int:
-        return sum(len(i.data) for i in [*self.walk().values(), *self.tmp.entries.values(), *self.held.entries.values()])
+        return sum(
+            len(i.data) for i in [*self.walk().values(), *self.tmp.entries.values(), *self.held.entries.values()]
+        )
 
     # ---- changing
     def change(self, *parts: tuple[Ino, bytes, Ino | None]) -> None:
