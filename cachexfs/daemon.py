@@ -13,7 +13,6 @@ import argparse
 import json
 import logging
 import os
-import random
 import signal
 import sys
 from collections import OrderedDict
@@ -29,16 +28,15 @@ from cachexfs import config, tmpfs
 from cachexfs.adapters.catalogue_builtin import BuiltinCatalogue
 from cachexfs.adapters.catalogue_etcd import EtcdCatalogue
 from cachexfs.adapters.clock import ReferenceClock
-from cachexfs.adapters.etcd_client import Endpoint
-from cachexfs.adapters.etcd_server import TXN_OPS_MAX, EtcdServer, Member
+from cachexfs.adapters.etcd_server import EtcdServer
 from cachexfs.adapters.file_digest import digest_file
-from cachexfs.adapters.job_tls import JobAuthority
 from cachexfs.adapters.peer_client import PeerClients
 from cachexfs.adapters.peer_server import PeerServer
 from cachexfs.adapters.pfs_pool import PfsPool
 from cachexfs.adapters.replica_copy import write_synced
 from cachexfs.adapters.replica_store import ReplicaStore
 from cachexfs.adapters.staging import Staging
+from cachexfs.catalogues import etcd_nodes, read_secret, start_catalogue
 from cachexfs.config import PFS_ID, MountOptions
 from cachexfs.control_server import ControlServer
 from cachexfs.core import manifest as manifests
@@ -47,13 +45,11 @@ from cachexfs.core import records as rec
 from cachexfs.core.namespace import NewAttrs
 from cachexfs.core.records import FID_STEP, FORMAT_VERSION, ROOT_FID, Job, Life
 from cachexfs.core.replica import Tx
-from cachexfs.core.stages import make_stage
 from cachexfs.engine import recover
 from cachexfs.engine.attributes import Attributes
 from cachexfs.engine.completeness import Completeness
-from cachexfs.engine.content import Reader
 from cachexfs.engine.drain import Drainer
-from cachexfs.engine.files import Files, Vnode
+from cachexfs.engine.files import Files
 from cachexfs.engine.filesystem import Filesystem, Parts
 from cachexfs.engine.hold import Keeper
 from cachexfs.engine.interfaces import Catalogue
@@ -64,6 +60,7 @@ from cachexfs.engine.replicate import Replicator
 from cachexfs.errors import EXIT_CANNOT_TELL, EXIT_NOT_DURABLE, CacheXError, CannotTellError, PeerError, UsageError
 from cachexfs.forecast import Forecast
 from cachexfs.frontend.fuse import TASKS_MAX, Operations
+from cachexfs.glue import HeldReplicas, Source
 from cachexfs.mountpoint import unprotect
 from cachexfs.supervisor.client import Supervisor
 from cachexfs.supervisor.messages import Event
@@ -73,58 +70,8 @@ log = logging.getLogger("cachexfs.daemon")
 
 PFS_PROBE_S = 20.0
 CLOCK_INTERVAL_S = 30.0
-ETCD_MEMBERS_MAX = 3
 DEPART_S = 5.0
 ALONE_TIMEOUT_S = 60.0  # kernel caching of names and attributes where nobody else can change them
-
-
-class HeldReplicas:
-    """``ReplicaHolder`` on the replica store."""
-
-    def __init__(self, store: ReplicaStore) -> None:
-        self._store = store
-        self.store = store.identity
-
-    def path(self, stage: str, size: int) -> str | None:
-        """See ``ReplicaHolder``."""
-        committed = self._store.committed(stage)
-        return committed.path if committed is not None and committed.manifest.size >= size else None
-
-    def stages(self) -> list[str]:
-        """See ``ReplicaHolder``."""
-        return [manifest.stage for manifest in self._store.list()]
-
-    async def drop(self, stage: str) -> None:
-        """See ``ReplicaHolder``."""
-        await self._store.drop(stage)
-
-    @property
-    def used_bytes(self) -> int:
-        """See ``ReplicaHolder``."""
-        return self._store.used_bytes
-
-
-class Source(Reader):
-    """``ContentSource``: reading, sending ahead and room, as open files need them."""
-
-    keeper: Keeper
-    replicator: Replicator
-
-    def new_stage(self, fid: int, gen: int) -> str:
-        """See ``ContentSource``."""
-        return make_stage(fid, gen, random.getrandbits(32))
-
-    def grown(self, vnode: Vnode) -> None:
-        """See ``ContentSource``."""
-        self.replicator.grown(vnode)
-
-    def make_room(self, length: int) -> bool:
-        """See ``ContentSource``."""
-        return self.keeper.make_room(length)
-
-    async def room_freed(self) -> None:
-        """See ``ContentSource``."""
-        await self.keeper.room_freed()
 
 
 class Daemon:
@@ -149,7 +96,7 @@ class Daemon:
         self.staging.open()
         async with trio.open_nursery() as services:
             self._services = services.cancel_scope
-            catalogue = await self._start_catalogue(services)
+            catalogue, self.etcd = await start_catalogue(self.options, self.staging.directory, services)
             node = Node(self.options, self.options.node, catalogue, self.staging, self.clock, digest_file)
             await self._start_pfs(services, node)
             store = await self._start_replicas(node)
@@ -169,44 +116,6 @@ class Daemon:
             services.cancel_scope.cancel()
         await self._end(catalogue)
         return self.exit_code
-
-    async def _start_catalogue(self, services: trio.Nursery) -> Catalogue:
-        options = self.options
-        if options.alone:
-            builtin = BuiltinCatalogue(self.staging.directory)
-            await services.start(builtin.run)
-            return builtin
-        secret = self._secret()
-        assert options.nvme_directory is not None
-        own = next(n for n in options.nodes if n.name == options.node)
-        directory = Path(options.nvme_directory)
-        tls = JobAuthority(secret, options.job).issue(directory / "tls", options.node, [own.host])
-        if options.catalogue:
-            endpoints = [_endpoint(text) for text in options.catalogue]
-            context, operations = None, 128
-        else:
-            members = [Member(n.name, n.host, n.port + 1, n.port + 2) for n in _etcd_nodes(options)]
-            if options.node in [m.name for m in members]:
-                self.etcd = EtcdServer(members, options.node, directory / "etcd", options.job, tls)
-                await services.start(self.etcd.run, lambda text: log.error("%s", text))
-            turn = [n.name for n in options.nodes].index(options.node) % len(members)
-            members = sorted(members[turn:] + members[:turn], key=lambda m: m.name != options.node)
-            endpoints = [Endpoint(m.host, m.client_port) for m in members]
-            context, operations = tls.client_context(), TXN_OPS_MAX
-        etcd = EtcdCatalogue(
-            endpoints, options.job, options.node, life=Life(options.node, os.urandom(8).hex()), tls=context,
-            outage_limit_s=options.fsync_timeout_s, node_timeout_s=options.node_timeout_s, txn_ops_max=operations,
-        )  # fmt: skip
-        await services.start(etcd.run)
-        return etcd
-
-    def _secret(self) -> bytes:
-        if self.options.secret_file is None:
-            raise UsageError("several nodes need a shared secret: -o secret=FILE")
-        try:
-            return Path(self.options.secret_file).read_bytes().strip()
-        except OSError as error:
-            raise UsageError(f"secret file {self.options.secret_file}: {error.strerror}") from error
 
     async def _start_pfs(self, services: trio.Nursery, node: Node) -> None:
         if self.options.offline:
@@ -228,6 +137,9 @@ class Daemon:
                     write_synced(os.path.join(self.options.nvme_directory, PFS_ID), known.encode())
         except (OSError, trio.TooSlowError) as error:
             why = error.strerror if isinstance(error, OSError) else "no answer"
+            if token.exists():  # a restart: the mount goes on without the PFS, as it would have without a restart
+                log.error("the PFS directory %s does not answer: %s", self.options.pfs, why)
+                return
             raise CannotTellError(
                 f"the PFS directory {self.options.pfs} does not answer: {why}; mount it, or use -o offline"
             ) from error
@@ -252,7 +164,7 @@ class Daemon:
         )  # fmt: skip
         ctx = node.ctx()
         attrs = NewAttrs(0o755, os.geteuid(), os.getegid())
-        if node.pfs is not None:
+        if node.pfs is not None and catalogue.view.inode(ROOT_FID) is None:
             found = await node.pfs.stat(b"", PFS_PROBE_S)
             attrs = NewAttrs(found.mode, found.uid, found.gid)
 
@@ -305,7 +217,7 @@ class Daemon:
                 raise PeerError(f"{name} is not a node of this job")
             return addresses[name]
 
-        secret = self._secret()
+        secret = read_secret(options)
         server = PeerServer(
             node=options.node, job=options.job, secret=secret, store=store, is_member=lambda name: name in addresses,
             open_copy=self._open_memory, memory_manifest=lambda stage: self._memory_manifest(node, stage),
@@ -501,7 +413,7 @@ class Daemon:
 
     async def _vouch(self, node: Node, dead: list[str]) -> tuple[bool, str]:
         """Somebody vouches that these nodes will not come back."""
-        return await go_on_without(node, self.etcd, [member.name for member in _etcd_nodes(self.options)], dead)
+        return await go_on_without(node, self.etcd, [member.name for member in etcd_nodes(self.options)], dead)
 
     async def _leave(self, node: Node, deadline_s: float | None) -> AsyncIterator[None]:
         """This node is done: go on serving the others until all of them are."""
@@ -571,24 +483,6 @@ def _remove_tree(directory: Path) -> None:
 
 def _fsname(pfs: str) -> str:
     return pfs.replace("\\", "_").replace(",", "_")
-
-
-def _endpoint(text: str) -> Endpoint:
-    host, _, port = text.removeprefix("https://").removeprefix("http://").rpartition(":")
-    return Endpoint(host.strip("[]"), int(port))
-
-
-def _etcd_nodes(options: MountOptions) -> list[config.NodeAddress]:
-    """Up to three nodes, in different failure domains as far as there are several."""
-    chosen: list[config.NodeAddress] = []
-    seen: set[str] = set()
-    for again in (False, True):
-        for node in options.nodes:
-            domain = options.domains.get(node.name, node.name)
-            if len(chosen) < ETCD_MEMBERS_MAX and node not in chosen and (again or domain not in seen):
-                chosen.append(node)
-                seen.add(domain)
-    return chosen
 
 
 def _device(mountpoint: str) -> str:

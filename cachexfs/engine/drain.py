@@ -356,11 +356,13 @@ class Drainer:
              "base": None if base is None else [base.ino, base.size, base.mtime_ns]}
         )  # fmt: skip
         self._made.setdefault(op.fid, {})[hidden] = None
+        same = content is not None and content.gen == op.gen and content.size == size
+        digest = content.digest if same and content is not None and self.node.options.verify else b""
         before = self._file_at(source)
-        await self.node.pfs.prepare(source, size, hidden, attrs, record, STALL_S)
+        await self.node.pfs.prepare(source, size, hidden, attrs, record, STALL_S, digest=digest)
         while (now := self._file_at(source)) != before:  # what was published has moved to a file of its own
             before = now
-            await self.node.pfs.prepare(source, size, hidden, attrs, record, STALL_S)
+            await self.node.pfs.prepare(source, size, hidden, attrs, record, STALL_S, digest=digest)
         self.progress.landed_bytes += op.size
 
     def _source(self, op: Op, content: Generation | None) -> tuple[str | None, int]:

@@ -161,8 +161,9 @@ class Pfs(Protocol):
         ...
 
     async def prepare(
-        self, source: str, size: int, hidden: str, attrs: PfsAttrs, record: bytes, deadline_s: float
-    ) -> None:
+        self, source: str, size: int, hidden: str, attrs: PfsAttrs, record: bytes, deadline_s: float,
+        *, digest: bytes = b"",
+    ) -> None:  # fmt: skip
         """Copy the first ``size`` bytes of a file to ``.cachexfs/tmp/<hidden>``, with a recovery record; fsync both.
 
         A temporary of that name is removed first, so that a late writer of an abandoned child does not touch
