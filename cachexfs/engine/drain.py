@@ -208,7 +208,10 @@ class Drainer:
                 self._consider(key)
 
     async def _show(self, key: bytes, op: Op, error: BaseException, delay_s: float) -> None:
-        what = errno_name(error.errno) if isinstance(error, OSError) and error.errno else str(error)
+        what = str(error)
+        if isinstance(error, OSError) and error.errno:
+            said, plain = error.strerror or "", os.strerror(error.errno)
+            what = errno_name(error.errno) if said == plain else f"{said} [{errno.errorcode.get(error.errno)}]"
         if isinstance(error, trio.TooSlowError):
             what = "the PFS does not answer"
         text = f"drain: {op.kind}: {what}; next try in {delay_s:.2g} s"
@@ -485,6 +488,10 @@ class Drainer:
                 raise
             if inode.pfs is not None and inode.kind == "f" and there.ino != inode.pfs.ino:
                 raise
+            # Done before, and perhaps not synced: these sync both directories.
+            times = self.node.catalogue.view.dir_times(op.fid)
+            await pfs.run("attr", op.path2, b"", self._attrs(inode, times), STALL_S)
+            await pfs.run("unlink", op.path, b"", None, STALL_S)
 
     async def _link(self, op: Op, inode: Inode | None) -> None:
         """A further name. Of a file that has been removed since, it is not to be there (see ``_rename``)."""
@@ -542,8 +549,10 @@ class Drainer:
             try:
                 await self.node.pfs.run("hide", op.path, hidden.encode(), None, STALL_S)
             except FileNotFoundError:
-                if not again:
+                content = self.node.catalogue.view.generation(op.fid)
+                if not again or content is None or self.node.local_path(content.stage, content.size) is None:
                     raise
+                await self.node.pfs.run("unlink", op.path, b"", None, STALL_S)  # done before: this syncs the directory
             if self.node.catalogue.view.inode(op.fid) is None:
                 await self.node.pfs.run("unlink", held, b"", None, STALL_S)
         await self._finish(key)
