@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from real_support import raises_errno, until_stage, write_file
+from real_support import raises_errno, until, until_stage, write_file
 
 from cachexfs.demo.cluster import LocalCluster
 
@@ -286,11 +286,20 @@ def test_internal_work_moves_no_directory_mtime_and_shows_no_foreign_name(mount:
     assert ".cachexfs" not in os.listdir(mount.parent)
 
 
-def test_hard_links_are_refused_with_an_errno_that_tools_know(mount: Path) -> None:
-    (mount / "f").touch()
-    with raises_errno(errno.EPERM, errno.ENOTSUP, errno.EMLINK):
-        os.link(mount / "f", mount / "g")
-    assert os.listdir(mount) == ["f"]
+def test_hard_links_are_two_names_of_one_file_also_on_the_pfs(mount: Path, alone: LocalCluster) -> None:
+    (mount / "f").write_bytes(b"one file")
+    os.link(mount / "f", mount / "g")
+    assert ((mount / "f").stat().st_ino, (mount / "f").stat().st_nlink) == ((mount / "g").stat().st_ino, 2)
+    with (mount / "g").open("ab") as file:
+        file.write(b", two names")
+    assert (mount / "f").read_bytes() == b"one file, two names"
+    until_stage(mount, "pfs")
+    on_pfs = alone.pfs / mount.name
+    assert ((on_pfs / "f").read_bytes(), (on_pfs / "g").read_bytes()) == (b"one file, two names",) * 2
+    (mount / "f").unlink()
+    assert (mount / "g").read_bytes() == b"one file, two names"
+    until("the name is gone", lambda: not (on_pfs / "f").exists())
+    assert (on_pfs / "g").read_bytes() == b"one file, two names"
 
 
 def test_statfs_promises_no_more_than_the_staging_takes(mount: Path) -> None:
