@@ -340,6 +340,7 @@ class SimPfs:
             raise fail(errno.ENOENT, path)
         await self._step("attr", lambda: _set(found, attrs), deadline_s, path)
         await self._step("sync attributes", lambda: self._sync_attrs(found), deadline_s)
+        await self._sync(deadline_s, self.store.parent(path)[0] if path else self.store.root)
 
     def _sync_attrs(self, ino: Ino) -> None:
         ino.kept_attrs = ino.attrs
