@@ -42,11 +42,6 @@ STALL_S = 20.0  # without progress, a call on the PFS counts as hung
 _GEN_MAX = 1 << 62
 
 
-def _gen_of(hidden: str) -> int:
-    """The generation in a hidden name: ``<stage>-<size>``."""
-    return int(hidden.split(".")[1].partition("-")[0], 16)
-
-
 class _Prepared(msgspec.Struct):
     """What a recovery record says of itself."""
 
@@ -88,7 +83,7 @@ class Drainer:
         self._waiters: dict[bytes, dict[bytes, None]] = {}
         self._runnable: dict[bytes, None] = {}
         self._prepared: dict[str, bytes] = {}  # hidden name -> tree digest of what an fsync put there
-        self._made: dict[int, dict[str, None]] = {}  # file id -> hidden names that may exist
+        self._made: dict[int, dict[str, int]] = {}  # file id -> hidden names that may exist -> their generation
         self._full: set[bytes] = set()  # PUTs that the PFS has no room for
         self._wake = trio.Event()
         self._nursery: trio.Nursery | None = None
@@ -111,6 +106,8 @@ class Drainer:
                 self._added(key, entry.created if entry else 0, new)
             elif isinstance(old, Op):
                 self._removed(key, old)
+            elif isinstance(old, Inode) and new is None and int(key[2:], 16) in self._made and self._nursery:
+                self._nursery.start_soon(self._forget_prepared, int(key[2:], 16))
             elif key.startswith(b"l/"):
                 for pending, _, _ in list(self.node.catalogue.view.ops()):
                     self._consider(pending)
@@ -248,10 +245,9 @@ class Drainer:
         inode = view.inode(record.fid)
         if record.store != self.node.staging.store or hidden in self._made.get(record.fid, ()):
             return
-        self._made.setdefault(record.fid, {})[hidden] = None
-        done = inode is None or (inode.pfs is not None and inode.pfs.gen >= record.gen)
-        if done and not view.ops_of(record.fid):
-            await self._discard(record.fid, hidden)
+        self._made.setdefault(record.fid, {})[hidden] = record.gen
+        landed = inode.pfs.gen if inode is not None and inode.pfs is not None else 0
+        await self._discard(record.fid, *self._stale(record.fid, _GEN_MAX if inode is None else landed))
 
     # ---- operations
     async def _carry_out(self, key: bytes, op: Op, state: _State) -> None:
@@ -358,7 +354,7 @@ class Drainer:
              "mode": attrs.mode, "uid": attrs.uid, "gid": attrs.gid, "mtime_ns": attrs.mtime_ns,
              "base": None if base is None else [base.ino, base.size, base.mtime_ns]}
         )  # fmt: skip
-        self._made.setdefault(op.fid, {})[hidden] = None
+        self._made.setdefault(op.fid, {})[hidden] = op.gen
         same = content is not None and content.gen == op.gen and content.size == size
         digest = content.digest if same and content is not None and self.node.options.verify else b""
         before = self._file_at(source)
@@ -421,7 +417,18 @@ class Drainer:
     def _stale(self, fid: int, gen: int) -> list[str]:
         """Hidden names that fsyncs made of contents up to a generation, and that no pending operation will land."""
         wanted = {self._hidden(op) for _, op in self.node.catalogue.view.ops_of(fid) if op.kind == OpKind.PUT}
-        return [name for name in self._made.get(fid, ()) if name not in wanted and _gen_of(name) <= gen]
+        return [name for name, made in self._made.get(fid, {}).items() if name not in wanted and made <= gen]
+
+    async def _forget_prepared(self, fid: int) -> None:
+        """A file is gone that had been fsynced: so is what that prepared, once the PFS agrees."""
+        delay_s = RETRY_FIRST_S
+        while stale := self._stale(fid, _GEN_MAX):
+            try:
+                await self._discard(fid, *stale)
+            except (CacheXError, OSError, trio.TooSlowError) as error:
+                log.debug("prepared files of %x cannot be removed yet: %s", fid, error)
+                await trio.sleep(delay_s)
+                delay_s = min(2 * delay_s, RETRY_MAX_S)
 
     def _attrs(self, inode: Inode | None, times: DirTimes | None = None) -> PfsAttrs:
         if inode is None:  # it has been removed since, and is there for a moment
@@ -455,8 +462,6 @@ class Drainer:
             await pfs.run("unlink", op.path, b"", None, STALL_S)
             if op.path2:
                 await pfs.run("unlink", b".cachexfs/held/" + op.path2, b"", None, STALL_S)
-            if inode is None:  # that was its last name
-                await self._discard(op.fid, *self._stale(op.fid, _GEN_MAX))
         if op.kind in (OpKind.SYMLINK, OpKind.MKNOD):
             await self._note_landed(key, op.fid)
         else:
@@ -486,7 +491,7 @@ class Drainer:
                 return
             if there is None or there.kind != inode.kind:
                 raise
-            if inode.pfs is not None and inode.kind == "f" and there.ino != inode.pfs.ino:
+            if inode.pfs is not None and inode.pfs.gen and inode.kind == "f" and there.ino != inode.pfs.ino:
                 raise
             # Done before, and perhaps not synced: these sync both directories.
             times = self.node.catalogue.view.dir_times(op.fid)
