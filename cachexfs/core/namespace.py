@@ -26,6 +26,7 @@ from cachexfs.core.records import (
     Inode,
     Op,
     OpKind,
+    PfsCopy,
     Synced,
     dirent_key,
     dirent_prefix,
@@ -39,6 +40,7 @@ from cachexfs.errors import FsError
 
 NAME_BYTES_MAX = 255
 PATH_BYTES_MAX = 4096
+NO_GEN = 0  # in ``PfsCopy``: what is there is no content of this file
 LINKS_MAX = 65_000  # as ext4: so that the PFS can have as many
 EMPTY_DIGEST = bytes.fromhex("99aa06d3014798d86001c324468d497f")  # xxh3_128 of no bytes
 
@@ -344,6 +346,7 @@ def rename(tx: Tx, ctx: Ctx, parent: int, name: bytes, parent2: int, name2: byte
         raise FsError(errno.EINVAL)
     _check_replaceable(tx, entry, replaced)
     present = entry.kind == "d" or _may_be_on_pfs(tx, entry.fid)
+    covers = None if present or replaced is None else _covered(tx, replaced)
     claimed = False
     if entry.kind != "d":
         _withdraw_commits(tx, ctx, parent, above, name)
@@ -359,7 +362,7 @@ def rename(tx: Tx, ctx: Ctx, parent: int, name: bytes, parent2: int, name2: byte
     tx.put(dirent_key(parent2, name2), entry)
     inode = tx.inode(entry.fid)
     if inode is not None:
-        tx.put(inode_key(entry.fid), msgspec.structs.replace(inode, ctime_ns=ctx.now_ns))
+        tx.put(inode_key(entry.fid), msgspec.structs.replace(inode, ctime_ns=ctx.now_ns, pfs=inode.pfs or covers))
     touch(tx, ctx, parent)
     if parent2 != parent:
         touch(tx, ctx, parent2)
@@ -381,6 +384,16 @@ def _check_replaceable(tx: Tx, entry: Dirent, replaced: Dirent | None) -> None:
         _require_empty(tx, replaced.fid)
     elif entry.kind == "d":
         raise FsError(errno.ENOTDIR)
+
+
+def _covered(tx: Tx, replaced: Dirent) -> PfsCopy | None:
+    """What a file that is not on the PFS finds there under its new name: it must go should the name go before."""
+    inode = tx.inode(replaced.fid)
+    if inode is None or replaced.kind == "d" or not _may_be_on_pfs(tx, replaced.fid):
+        return None
+    if inode.pfs is None:
+        return PfsCopy(NO_GEN, 0.0, 0, 0, 0)
+    return PfsCopy(NO_GEN, 0.0, inode.pfs.ino, inode.pfs.size, inode.pfs.mtime_ns)
 
 
 def _may_be_on_pfs(tx: Tx, fid: int) -> bool:

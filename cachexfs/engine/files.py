@@ -14,6 +14,7 @@ a publication of the same file may overlap: the publication covers what was writ
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import os
@@ -215,7 +216,12 @@ class Files:
         vnode.version, vnode.mtime_ns = 1, os.fstat(vnode.fd).st_mtime_ns
         if vnode.removed:
             vnode.published = 1
-            vnode.content = Generation(0, os.fstat(vnode.fd).st_size, b"", b"", stage, self.node.name)
+            found = os.fstat(vnode.fd)
+            vnode.content = Generation(0, found.st_size, b"", b"", stage, self.node.name)
+            vnode.last = Inode(
+                "f", found.st_mode & 0o7777, found.st_uid, found.st_gid,
+                found.st_atime_ns, found.st_mtime_ns, found.st_ctime_ns,
+            )  # fmt: skip
         self._by_ino[ino] = self._current[fid] = vnode
 
     def reopen(self, ino: int, flags: int, *, passed: bool) -> Handle:
@@ -594,6 +600,16 @@ class Files:
         vnode = self._current.get(fid)
         if vnode is not None:
             vnode.last = inode
+            self.keep_last(vnode)
+
+    @staticmethod
+    def keep_last(vnode: Vnode) -> None:
+        """Put the attributes of a file without a name on its staging file, where the next daemon finds them."""
+        if vnode.last is None or vnode.fd < 0 or vnode.sealed == UNWRITABLE:
+            return
+        with contextlib.suppress(PermissionError):
+            os.fchown(vnode.fd, vnode.last.uid, vnode.last.gid)
+        os.fchmod(vnode.fd, vnode.last.mode | 0o600)
 
     def removed(self, fid: int) -> None:
         """A file lost its last name. Its vnode keeps serving open handles from an open staging file."""

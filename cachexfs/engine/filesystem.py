@@ -347,6 +347,7 @@ class Filesystem:
                 vnode.last = namespace.changed(
                     vnode.last, ctx, mode=mode, uid=uid, gid=gid, atime_ns=atime_ns, mtime_ns=mtime_ns
                 )
+                self.files.keep_last(vnode)
         return await self.getattr(ino)
 
     async def _truncate(self, ino: int, handle: Handle | None, size: int) -> None:
