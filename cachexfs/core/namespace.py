@@ -41,6 +41,7 @@ from cachexfs.errors import FsError
 NAME_BYTES_MAX = 255
 PATH_BYTES_MAX = 4096
 NO_GEN = 0  # in ``PfsCopy``: what is there is no content of this file
+XATTR_BYTES_MAX = 64 << 10  # names and values of one file
 LINKS_MAX = 65_000  # as ext4: so that the PFS can have as many
 EMPTY_DIGEST = bytes.fromhex("99aa06d3014798d86001c324468d497f")  # xxh3_128 of no bytes
 
@@ -484,6 +485,21 @@ def set_attrs(
         if not pending or pending[-1][1].kind != OpKind.ATTR or pending[-1][1].path != path:
             _issue(tx, ctx, Op(OpKind.ATTR, path, ctx.node, fid=fid))
     return new
+
+
+def set_xattr(tx: Tx, ctx: Ctx, fid: int, name: bytes, value: bytes | None) -> None:
+    """Set a user's extended attribute; None removes it. Raises ENOENT, ENOSPC (``XATTR_BYTES_MAX``), ENODATA."""
+    inode = tx.inode(fid)
+    if inode is None:
+        raise FsError(errno.ENOENT)
+    found = dict(inode.xattrs)
+    if value is not None:
+        found[name] = value
+    elif found.pop(name, None) is None:
+        raise FsError(errno.ENODATA)
+    if sum(len(key) + len(data) for key, data in found.items()) > XATTR_BYTES_MAX:
+        raise FsError(errno.ENOSPC, "the extended attributes of one file take more than 64 KiB")
+    tx.put(inode_key(fid), msgspec.structs.replace(inode, xattrs=tuple(found.items()), ctime_ns=ctx.now_ns))
 
 
 def begin_change(tx: Tx, ctx: Ctx, fid: int) -> None:

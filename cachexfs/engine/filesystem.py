@@ -479,6 +479,23 @@ class Filesystem:
         raise FsError(errno.EIO, "fsync: the directory's names did not reach the PFS in time")
 
     # ---- xattrs and statfs
+    async def user_xattrs(self, ino: int) -> dict[bytes, bytes]:
+        """What users have set on a file or directory."""
+        await self._current()
+        fid = self._fid(ino)
+        inode, vnode = self.node.catalogue.view.inode(fid), self.files.known(fid)
+        if inode is None and vnode is not None:
+            inode = vnode.last
+        return dict(inode.xattrs) if inode is not None else {}
+
+    async def set_xattr(self, ino: int, name: bytes, value: bytes | None) -> None:
+        """Set a user's attribute, or remove it. Raises ENOTSUP for names that are not ``user.*`` or are ours."""
+        if not name.startswith(b"user.") or name.startswith(PREFIX):
+            raise FsError(errno.ENOTSUP)
+        await self._current()
+        ctx, fid = self.node.ctx(), self._fid(ino)
+        await self._mutate(lambda tx: namespace.set_xattr(tx, ctx, fid, name, value))
+
     async def xattrs(self, ino: int) -> dict[bytes, bytes]:
         """All ``user.cachex.*`` attributes of a file or directory."""
         await self._current(ino)

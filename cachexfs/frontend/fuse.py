@@ -325,24 +325,32 @@ class Operations(pyfuse3.Operations):  # type: ignore[misc]
     # ---- attributes
     @handler
     async def getxattr(self, inode: int, name: bytes, ctx: pyfuse3.RequestContext) -> bytes:
-        if not name.startswith(PREFIX):
+        if not name.startswith(b"user."):  # the kernel asks for security.capability at every write
             raise FUSEError(errno.ENODATA)
-        found = (await self.filesystem.xattrs(self._fid(inode))).get(name)
+        ours = name.startswith(PREFIX)
+        attributes = self.filesystem.xattrs if ours else self.filesystem.user_xattrs
+        found = (await attributes(self._fid(inode))).get(name)
         if found is None:
             raise FUSEError(errno.ENODATA)
         return found
 
     @handler
     async def listxattr(self, inode: int, ctx: pyfuse3.RequestContext) -> Sequence[bytes]:
-        return [] if self._hide_xattrs else list(await self.filesystem.xattrs(self._fid(inode)))
+        users = list(await self.filesystem.user_xattrs(self._fid(inode)))
+        return users if self._hide_xattrs else users + list(await self.filesystem.xattrs(self._fid(inode)))
 
     @handler
     async def setxattr(self, inode: int, name: bytes, value: bytes, ctx: pyfuse3.RequestContext) -> None:
-        raise FUSEError(errno.ENOTSUP)
+        await self.filesystem.set_xattr(self._fid(inode), name, bytes(value))
 
     @handler
     async def removexattr(self, inode: int, name: bytes, ctx: pyfuse3.RequestContext) -> None:
-        raise FUSEError(errno.ENOTSUP)
+        replayed = self._is_replay(wire.REMOVEXATTR, inode, name)
+        try:
+            await self.filesystem.set_xattr(self._fid(inode), name, None)
+        except FsError as error:
+            if not replayed or error.errno != errno.ENODATA:
+                raise
 
     @handler
     async def access(self, inode: int, mode: int, ctx: pyfuse3.RequestContext) -> bool:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import mmap
 import os
+import shutil
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -23,11 +26,19 @@ def alone(make_module_cluster: Callable[..., LocalCluster]) -> LocalCluster:
 
 
 @pytest.fixture
-def mount(alone: LocalCluster, request: pytest.FixtureRequest) -> Iterator[Path]:
+def mount(alone: LocalCluster, request: pytest.FixtureRequest) -> Path:
     """A directory on it for one test."""
     path = alone.nodes[0].mountpoint / request.node.name.partition("[")[0]
     path.mkdir()
-    yield path
+    return path
+
+
+@contextlib.contextmanager
+def raises(code: int) -> Iterator[None]:
+    """The body fails with this errno."""
+    with pytest.raises(OSError) as caught:  # noqa: PT011 (the errno is checked below)
+        yield
+    assert caught.value.errno == code
 
 
 def write_all(fd: int, data: bytes, offset: int = 0) -> None:
@@ -149,9 +160,7 @@ def test_a_write_by_others_takes_the_set_id_bits_away(make_cluster: Callable[...
     assert path.stat().st_mode & 0o7777 == 0o777
 
 
-def test_hard_links_are_one_file_here_and_on_the_pfs(
-    make_cluster: Callable[..., LocalCluster], tmp_path: Path
-) -> None:
+def test_hard_links_are_one_file_here_and_on_the_pfs(make_cluster: Callable[..., LocalCluster], tmp_path: Path) -> None:
     cluster = make_cluster(1)
     for root in (cluster.nodes[0].mountpoint, tmp_path):
         (root / "d").mkdir()
@@ -194,3 +203,39 @@ def test_a_name_that_was_linked_reads_from_the_pfs_after_the_first_one_is_gone(
     assert (mount / "b").stat().st_nlink == 1
     cluster.umount()
     assert sorted(p.name for p in cluster.pfs.iterdir()) == [".cachexfs", "b"]
+
+
+def test_users_attributes_are_kept_and_ours_refused(make_cluster: Callable[..., LocalCluster]) -> None:
+    cluster = make_cluster(1)
+    mount = cluster.nodes[0].mountpoint
+    path = mount / "f"
+    path.write_bytes(b"bytes")
+    before = path.stat()
+    for target in (path, mount):
+        os.setxattr(target, "user.epoch", b"12\0\xff")
+        os.setxattr(target, "user.empty", b"")
+    assert path.stat().st_ctime_ns > before.st_ctime_ns
+    assert path.stat().st_mtime_ns == before.st_mtime_ns
+    os.setxattr(path, "user.epoch", b"13")
+    os.rename(path, mount / "g")
+    path = mount / "g"
+    path.write_bytes(b"other bytes")
+    cluster.kill_daemon(0)
+    cluster.remount(0)
+    assert os.getxattr(path, "user.epoch") == b"13"
+    assert os.getxattr(mount, "user.epoch") == b"12\0\xff"
+    assert os.getxattr(path, "user.empty") == b""
+    assert {"user.epoch", "user.empty", "user.cachex.stage"} <= set(os.listxattr(path))
+    os.removexattr(path, "user.empty")
+    with raises(errno.ENODATA):
+        os.removexattr(path, "user.empty")
+    with raises(errno.ENOSPC):
+        for number in range(5):
+            os.setxattr(path, f"user.big{number}", bytes(16 << 10))
+    for name in ("user.cachex.stage", "user.cachex.mine", "trusted.x"):
+        with raises(errno.ENOTSUP):
+            os.setxattr(path, name, b"x")
+    with raises(errno.ENOTSUP):
+        os.removexattr(path, "user.cachex.stage")
+    shutil.copy2(path, mount / "copy")
+    assert os.getxattr(mount / "copy", "user.epoch") == b"13"
