@@ -109,6 +109,11 @@ class Staging:
         for stage in (one, two):
             self.account(stage, os.stat(self._files / stage).st_blocks * 512)
 
+    def rename(self, old: str, new: str) -> None:
+        """Give a staged file another key, in one step."""
+        os.rename(self._files / old, self._files / new)
+        self._allocated[new] = self._allocated.pop(old)
+
     def remove(self, stage: str) -> None:
         """Give a staged file's memory back; open descriptors go on reading."""
         try:

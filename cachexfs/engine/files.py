@@ -325,13 +325,14 @@ class Files:
     async def _move_published(self, vnode: Vnode) -> None:
         staging, size = self.node.staging, vnode.content.size
         await self._room(vnode, size)
-        stage = self.source.new_stage(vnode.fid, vnode.content.gen + 1)
-        fd = staging.create(stage)
+        stage, part = self.source.new_stage(vnode.fid, vnode.content.gen + 1), self.source.new_stage(vnode.fid, 0)
+        fd = staging.create(part)
         try:
             await copy_bytes(vnode.fd, fd, size)
-            staging.exchange(vnode.stage, stage)
+            staging.exchange(vnode.stage, part)
+            staging.rename(part, stage)
         except BaseException:
-            staging.remove(stage)
+            staging.remove(part)
             raise
         finally:
             os.close(fd)
@@ -477,8 +478,8 @@ class Files:
         size = vnode.size
         want = size if keep is None else min(keep, size)
         staging = self.node.staging
-        stage = self.source.new_stage(vnode.fid, vnode.content.gen + 1)
-        fd = staging.create(stage)
+        stage, part = self.source.new_stage(vnode.fid, vnode.content.gen + 1), self.source.new_stage(vnode.fid, 0)
+        fd = staging.create(part)
         try:
             if want:
                 await self._room(vnode, want)
@@ -486,10 +487,11 @@ class Files:
                     await copy_bytes(vnode.fd, fd, want)
                 else:
                     await self.source.fetch_into(vnode.fid, vnode.content, fd, want)
-            staging.recount(stage, fd)
+            staging.recount(part, fd)
+            staging.rename(part, stage)  # only now it is something that a restart may take for the newest bytes
         except BaseException:
             os.close(fd)
-            staging.remove(stage)
+            staging.remove(part)
             raise
         old_fd, old_stage, was_dirty = vnode.fd, vnode.stage, vnode.dirty and vnode.sealed == 0
         vnode.fd, vnode.stage, vnode.sealed = fd, stage, 0

@@ -288,6 +288,10 @@ class StagingArea(Protocol):
         """Let two staged files have each other's key, in one step."""
         ...
 
+    def rename(self, old: str, new: str) -> None:
+        """Give a staged file another key, in one step."""
+        ...
+
     def recount(self, stage: str, fd: int) -> None:
         """Account for an open file after it changed."""
         ...

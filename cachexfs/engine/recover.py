@@ -42,6 +42,9 @@ async def adopt(node: Node, keeper: Keeper, files: Files, open_files: Mapping[in
         except ValueError:
             log.warning("staging has a file that is not ours: %r; left alone", stage)
             continue
+        if not gen:
+            node.staging.remove(stage)  # the copy of a content that was not finished
+            continue
         if fid in open_files and files.known(fid) is None and _in_progress(node, stage, fid, gen):
             files.resume(fid, open_files[fid], stage, node.catalogue.view.generation(fid))
             continue
