@@ -112,14 +112,12 @@ def registry(runtime_dir: str | None = None) -> list[Entry]:
 
 
 def is_alive(pid: int) -> bool:
-    """Whether a process of that id exists."""
+    """Whether a process of that id runs. One that has ended and waits to be reaped does not."""
     try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            return file.read().rpartition(b")")[2].split()[0] not in (b"Z", b"X")
+    except (OSError, IndexError):
         return False
-    except PermissionError:
-        return True
-    return pid > 0
 
 
 def entry_of(mount: KernelMount, entries: list[Entry]) -> Entry | None:

@@ -20,7 +20,7 @@ from cachexfs.core.namespace import Content
 from cachexfs.core.records import AnyRecord, Copy, Inode, Life
 from cachexfs.core.replica import Tx
 from cachexfs.core.stages import parse_stage
-from cachexfs.engine.files import Files
+from cachexfs.engine.files import Files, file_bytes_max
 from cachexfs.engine.hold import Keeper
 from cachexfs.engine.node import Node
 from cachexfs.errors import CacheXError
@@ -93,7 +93,7 @@ async def _adopt_one(node: Node, keeper: Keeper, stage: str, fid: int, gen: int)
         if generation.stage == stage and not generation.tree:
             await _complete(node, stage, fid, generation)
         newer = size > generation.size if generation.stage == stage else gen > generation.gen
-        if newer and size > node.staging.limit_bytes:
+        if newer and size > file_bytes_max(node):
             log.error("%s: not published: %d bytes are more than staging may hold", stage, size)
             return
         if newer:
@@ -162,6 +162,10 @@ class Takeover:
             await self._wake.wait()
             self._wake = trio.Event()
             for name in list(self._dead):
+                record = self.node.catalogue.view.nodes.get(name)
+                if record is not None and record.leaving:
+                    log.info("node %s has left", name)
+                    continue
                 log.error("node %s is lost: no sign of life for %.0f s", name, self.node.options.node_timeout_s)
                 await self._take_over(name)
             self._dead.clear()
