@@ -35,6 +35,7 @@ from cachexfs.errors import CacheXError, CatalogueUnavailableError, FsError
 log = logging.getLogger(__name__)
 
 POINTER_BYTES_MAX = 4096
+SPARSE_BYTES_MAX = 16 << 30  # some seconds of reading holes
 WATCH_INTERVAL_S = 0.05
 SETTLE_S = 0.25
 PASS_ROOM_BYTES_MIN = 256 << 20  # what a passed writer may write between two looks, with something to spare
@@ -439,8 +440,8 @@ class Files:
         self._changed(vnode)
 
     def _check_size(self, size: int) -> None:
-        """EFBIG for what staging could not hold without holes: digests and drains read holes as bytes."""
-        if size > self.node.staging.limit_bytes:
+        """EFBIG for what digests and drains, which read holes as bytes, could not cope with."""
+        if size > file_bytes_max(self.node):
             raise FsError(errno.EFBIG, f"a file of {size} bytes is larger than staging")
 
     async def _begin(self, vnode: Vnode, offset: int, keep: int | None = None) -> None:
@@ -702,6 +703,11 @@ async def copy_bytes(source: int, target: int, length: int) -> None:
         work()
     else:
         await trio.to_thread.run_sync(work)
+
+
+def file_bytes_max(node: Node) -> int:
+    """The longest that a file may be, holes included."""
+    return max(node.staging.limit_bytes, SPARSE_BYTES_MAX)
 
 
 def attrs_of(inode: Inode, vnode: Vnode | None) -> tuple[int, int]:
