@@ -1,6 +1,7 @@
 # CacheX FS. Each target sets up what it needs (system packages, .venv) on a bare Debian machine, once.
 #   make demo [ARGS="--ranks 32"]   several nodes on this machine: save, lose a node, restore
 #   make test [ARGS="-k drain"]     all tests          make check   format, lint, types, imports
+#   make crashsim [SEEDS=0-999]     the engine simulated from seeds, with deaths and power cuts
 #   make bench, make bench-model    measurements       make install a copy in PREFIX (/opt/cachexfs), linked into the PATH
 SHELL := /bin/bash
 PY := .venv/bin/python
@@ -12,10 +13,10 @@ MANDIR ?= /usr/local/share/man
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check format bench bench-model install install-helpers clean system test-system venv
+.PHONY: help demo test crashsim check format bench bench-model install install-helpers clean system test-system venv
 
 help:
-	@sed -n 2,5p Makefile
+	@sed -n 2,6p Makefile
 
 system:
 	@tools/setup.sh system
@@ -31,6 +32,10 @@ demo: venv
 
 test: test-system venv
 	$(PY) -m pytest $(ARGS)
+
+# The engine with deaths, power cuts and a PFS that fails, from seeds; prints those that break a promise.
+crashsim: venv
+	PYTHONHASHSEED=0 $(PY) tests/sim/sim_run.py --keep-going --seeds $(or $(SEEDS),0-999)
 
 check: venv
 	.venv/bin/ruff format --check .

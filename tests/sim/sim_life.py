@@ -22,7 +22,8 @@ from cachexfs.config import MountOptions
 from cachexfs.core import namespace
 from cachexfs.core import records as rec
 from cachexfs.core.namespace import NewAttrs
-from cachexfs.core.records import FORMAT_VERSION, ROOT_FID, Job, Life as LifeRecord
+from cachexfs.core.records import FORMAT_VERSION, ROOT_FID, Job
+from cachexfs.core.records import Life as LifeRecord
 from cachexfs.core.replica import Tx
 from cachexfs.core.stages import make_stage
 from cachexfs.engine import recover

@@ -12,6 +12,7 @@ import os
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import BinaryIO
 
 import trio
 from sim_store import Ino, Store, fail
@@ -103,7 +104,7 @@ class SimPfs:
     def _try(self, what: str, action: Callable[[], object]) -> None:
         try:
             self._act(what, action)
-        except OSError:
+        except (OSError, ValueError):  # also of a source that is closed by now
             return
 
     def _refuse(self, *paths: bytes) -> None:
@@ -123,7 +124,15 @@ class SimPfs:
 
     # ---- copies
     async def prepare(
-        self, source: str, size: int, hidden: str, attrs: PfsAttrs, record: bytes, deadline_s: float, *, digest: bytes = b""
+        self,
+        source: str,
+        size: int,
+        hidden: str,
+        attrs: PfsAttrs,
+        record: bytes,
+        deadline_s: float,
+        *,
+        digest: bytes = b"",
     ) -> None:
         """See ``Pfs``."""
         name, store = hidden.encode(), self.store
@@ -131,31 +140,34 @@ class SimPfs:
         nonce = b"%s~%x" % (name, store.nonce())
         part, record_part = store.make("f", attrs), store.make("f", replace(attrs, mode=0o600))
         part.data = record_part.data = b""
-        with open(source, "rb") as file:
+        file = _opened(source)
+        try:
             for old in [n for n in store.tmp.entries if n.startswith((name + b"~", name + b".rec~"))]:
                 store.change((store.tmp, old, None))
-            try:
-                await self._step("create part", lambda: store.change((store.tmp, nonce, part)), deadline_s)
-                while len(part.data) < size:
-                    piece = file.read(min(4096, size - len(part.data)))
-                    if not piece:
-                        raise fail(errno.EIO, b"the source is too short")
-                    if store.used_bytes() + len(piece) > store.capacity_bytes:
-                        raise fail(errno.ENOSPC, name)
-                    await self._step("write part", lambda piece=piece: _append(part, piece), deadline_s)  # type: ignore[misc]
-                await self._step("sync part", lambda: store.sync_file(part), deadline_s)
-                record_part.data = record
-                await self._step("write record", lambda: store.sync_file(record_part), deadline_s)
-                await self._step(
-                    "name record", lambda: store.change((store.tmp, name + b".rec", record_part)), deadline_s
-                )
-                await self._step("name part", lambda: self._name(nonce, name, part), deadline_s, b"\0" + name)
-                await self._step("sync tmp", lambda: store.sync_directory(store.tmp), deadline_s)
-            except BaseException:
-                if not self.dead:
-                    store.change((store.tmp, nonce, None))
-                raise
+            await self._step("create part", lambda: store.change((store.tmp, nonce, part)), deadline_s)
+            while len(part.data) < size:
+                await self._step("write part", lambda: self._write(part, file, size), deadline_s)
+            await self._step("sync part", lambda: store.sync_file(part), deadline_s)
+            record_part.data = record
+            await self._step("write record", lambda: store.sync_file(record_part), deadline_s)
+            await self._step("name record", lambda: store.change((store.tmp, name + b".rec", record_part)), deadline_s)
+            await self._step("name part", lambda: self._name(nonce, name, part), deadline_s, b"\0" + name)
+            await self._step("sync tmp", lambda: store.sync_directory(store.tmp), deadline_s)
+        except BaseException:
+            if not self.dead:
+                store.change((store.tmp, nonce, None))
+            raise
+        finally:
+            file.close()
         self._prepared[hidden] = (part.number, size)
+
+    def _write(self, part: Ino, file: BinaryIO, size: int) -> None:
+        piece = file.read(min(4096, size - len(part.data)))
+        if not piece:
+            raise fail(errno.EIO, b"the source is too short")
+        if self.store.used_bytes() + len(piece) > self.store.capacity_bytes:
+            raise fail(errno.ENOSPC, b"full")
+        part.data += piece
 
     def _name(self, nonce: bytes, name: bytes, part: Ino) -> None:
         if self.store.tmp.entries.get(nonce) is not part:
@@ -380,8 +392,8 @@ class SimPfs:
         return 4096, 1 << 20, 1 << 20, 1 << 20, 1 << 20
 
 
-def _append(ino: Ino, piece: bytes) -> None:
-    ino.data += piece
+def _opened(source: str) -> BinaryIO:
+    return open(source, "rb")
 
 
 def _set(ino: Ino, attrs: PfsAttrs) -> None:

@@ -187,7 +187,7 @@ class Run:
         self.faults.calm()
         life = await self.life()
         with trio.move_on_after(REST_S) as scope:
-            while life.parts.drainer.own_pending() or life.pfs.busy():
+            while life.parts.drainer.own_pending() or life.pfs.busy():  # noqa: ASYNC110
                 await trio.sleep(1)
         if scope.cancelled_caught:
             left = [(op.kind, op.path, life.parts.drainer.reason(key)) for key, op in life.parts.drainer.own_pending()]
