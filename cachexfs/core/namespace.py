@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from cachexfs.core.commitfiles import is_commit_name, is_pointer_name
-from cachexfs.core.order import lists_members, parent_of
+from cachexfs.core.order import parent_of
 from cachexfs.core.records import (
     ROOT_FID,
     Copy,
@@ -411,7 +411,7 @@ def _withdraw_commits(tx: Tx, ctx: Ctx, parent: int, above: bytes, name: bytes) 
     claimed = False
     if is_commit_name(name):
         return claimed
-    for commit in _content_commits(tx, parent):
+    for commit in tx.listers(parent):
         entry = tx.dirent(parent, commit)
         if entry is None or entry.kind != "f":
             continue
@@ -435,11 +435,6 @@ def _withdraw_commits(tx: Tx, ctx: Ctx, parent: int, above: bytes, name: bytes) 
             path = _join(above, commit)
             _issue(tx, ctx, Op(OpKind.WITHDRAW, path, ctx.node, fid=entry.fid, gen=inode.gen))
     return claimed
-
-
-def _content_commits(tx: Tx, parent: int) -> list[bytes]:
-    """Commit files of a directory that list their members by name."""
-    return [name for name in tx.children(parent) if lists_members(name)]
 
 
 def without_set_id(mode: int) -> int:

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
+from cachexfs.core.order import lists_members
 from cachexfs.core.records import (
     JOB_KEY,
     ROOT_FID,
@@ -96,6 +97,7 @@ class Replica:
         self._ops: dict[bytes, Entry] = {}
         self._ops_of: dict[int, dict[bytes, None]] = {}
         self._renames: dict[bytes, bytes] = {}
+        self._listers: dict[int, dict[bytes, None]] = {}
         self._nodes: dict[str, Node] = {}
         self._lives: dict[str, Life] = {}
 
@@ -144,6 +146,10 @@ class Replica:
     def children(self, parent: int) -> Mapping[bytes, Dirent]:
         """The entries of a directory, in order of creation."""
         return self._children.get(parent, {})
+
+    def listers(self, parent: int) -> list[bytes]:
+        """Names in a directory of commit files that list their members."""
+        return list(self._listers.get(parent, ()))
 
     def names_of(self, fid: int) -> list[tuple[int, bytes]]:
         """(parent, name) of each name of a file; empty once it is removed."""
@@ -242,6 +248,8 @@ class Replica:
         if isinstance(record, Dirent):
             parent, name = split_dirent_key(key)
             self._children.setdefault(parent, {})[name] = record
+            if lists_members(name):
+                self._listers.setdefault(parent, {})[name] = None
             self._parents.setdefault(record.fid, {})[parent, name] = None
             if record.kind == "d":
                 self._subdirs[parent] = self._subdirs.get(parent, 0) + 1
@@ -263,6 +271,9 @@ class Replica:
                 siblings.pop(name, None)
                 if not siblings:
                     self._children.pop(parent, None)
+                    self._listers.pop(parent, None)
+                elif parent in self._listers:
+                    self._listers[parent].pop(name, None)
             names = self._parents.get(record.fid, {})
             names.pop((parent, name), None)
             if not names:
@@ -361,6 +372,12 @@ class Tx:
             else:
                 found[name] = record
         return found
+
+    def listers(self, parent: int) -> list[bytes]:
+        """Names of a directory's commit files that list their members, including this transaction's own changes."""
+        changed = self._child_overlay.get(parent, {})
+        found = [name for name in self.view.listers(parent) if changed.get(name, _SAME) is not None]
+        return found + [n for n, new in changed.items() if new is not None and n not in found and lists_members(n)]
 
     def names_of(self, fid: int) -> list[tuple[int, bytes]]:
         """(parent, name) pairs of a file, including this transaction's own changes."""
