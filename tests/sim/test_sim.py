@@ -6,7 +6,7 @@ from sim_run import first, simulate
 SEEDS_EACH = 50
 BATCHES = 5
 
-#: Seeds that broke a promise once: what they found is a test of its own in tests/engine, they go on here.
+#: Seeds that broke a promise once: what they found is a test of its own in test_found.py, they go on here.
 FOUND = [3, 8, 10, 14, 43, 48, 51, 58, 66, 78, 101, 147, 172, 308, 372]
 
 

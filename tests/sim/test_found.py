@@ -1,0 +1,488 @@
+"""What the simulation has found, a scene each: the real engine, a simulated PFS, one thing that happens."""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import tempfile
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+import trio
+import trio.testing
+from sim_catalogue import Log
+from sim_life import Life, SimClock
+from sim_pfs import Faults, SimPfs
+from sim_run import inline_threads
+from sim_store import Store
+
+from cachexfs.config import MountOptions
+from cachexfs.core.namespace import NewAttrs
+from cachexfs.core.records import ROOT_FID, OpKind
+from cachexfs.engine.files import Handle
+from cachexfs.engine.filesystem import Filesystem
+from cachexfs.errors import FsError
+
+FILE, DIRECTORY = NewAttrs(0o644, 0, 0), NewAttrs(0o755, 0, 0)
+
+
+class Scene:
+    """One node and its PFS. ``before(step)`` may raise, wait or do nothing before a step of a call on the PFS."""
+
+    def __init__(self, directory: str, nursery: trio.Nursery, **options: Any) -> None:
+        self._nursery = nursery
+        self.options = MountOptions(
+            pfs="/pfs",
+            mountpoint="/mnt",
+            staging=directory,
+            node="n0",
+            **{"memory": 64 << 20, "fsync": "pfs", **options},
+        )
+        self.store, self.faults, self.log, self.clock = Store(), Faults(), Log(), SimClock()
+        self.random = random.Random(1)
+        self.before: Callable[[str], None] = lambda step: None
+        self.life: Life
+
+    async def start(self) -> Life:
+        pfs = SimPfs(self.store, self.faults, self.random, lambda step: None, self._nursery)
+        act = pfs._act
+
+        def acting(what: str, action: Callable[[], object]) -> None:
+            self.before(what)
+            act(what, action)
+
+        pfs._act = acting  # type: ignore[method-assign]
+        self.life = Life(self.options, self.log, pfs, self.clock, self.random)
+        await self._nursery.start(self.life.run)
+        return self.life
+
+    async def killed(self) -> Life:
+        """The daemon dies, the next one starts."""
+        self.life.kill()
+        await trio.testing.wait_all_tasks_blocked()
+        return await self.start()
+
+    @property
+    def fs(self) -> Filesystem:
+        return self.life.filesystem
+
+    async def ino(self, path: bytes) -> int:
+        ino = ROOT_FID
+        for name in path.split(b"/") if path else ():
+            ino = (await self.fs.lookup(ino, name)).ino
+        return ino
+
+    async def place(self, path: bytes) -> tuple[int, bytes]:
+        parent, _, name = path.rpartition(b"/")
+        return await self.ino(parent), name
+
+    async def create(self, path: bytes, data: bytes = b"") -> Handle:
+        handle, _ = await self.fs.create(*await self.place(path), FILE, os.O_WRONLY)
+        if data:
+            await self.fs.write(handle, 0, data)
+        return handle
+
+    async def close(self, handle: Handle) -> None:
+        await self.fs.flush(handle)
+        await self.fs.release(handle)
+
+    async def write(self, path: bytes, data: bytes) -> None:
+        await self.close(await self.create(path, data))
+
+    async def mkdir(self, path: bytes) -> None:
+        await self.fs.mkdir(*await self.place(path), DIRECTORY)
+
+    async def rename(self, old: bytes, new: bytes) -> None:
+        await self.fs.rename(*await self.place(old), *await self.place(new), 0)
+
+    async def unlink(self, path: bytes) -> None:
+        await self.fs.unlink(*await self.place(path))
+
+    async def read(self, path: bytes) -> bytes:
+        handle = await self.fs.open(await self.ino(path), os.O_RDONLY)
+        try:
+            return await self.fs.read(handle, 0, 1 << 20)
+        finally:
+            await self.fs.release(handle)
+
+    async def drained(self) -> None:
+        with trio.fail_after(1000):
+            while self.life.parts.drainer.own_pending():  # noqa: ASYNC110
+                await trio.sleep(0.1)
+
+    def on_pfs(self, path: bytes, *, synced: bool = False) -> bytes | None:
+        found = self.store.find(path, kept=synced)
+        return None if found is None else found.kept_data if synced else found.data
+
+    async def stage(self, path: bytes) -> str:
+        return (await self.life.parts.attributes.of(await self.ino(path)))["stage"]
+
+    def left(self) -> list[bytes]:
+        return [*self.store.tmp.entries, *self.store.held.entries]
+
+
+def scene(**options: Any) -> Callable[[Callable[[Scene], Awaitable[None]]], Callable[[], None]]:
+    """Turn ``async def test(scene)`` into a test that runs in the simulation."""
+
+    def decorate(function: Callable[[Scene], Awaitable[None]]) -> Callable[[], None]:
+        async def main(directory: str) -> None:
+            async with trio.open_nursery() as nursery:
+                made = Scene(directory, nursery, **options)
+                await made.start()
+                await made.fs.names(ROOT_FID)  # the root is imported while the PFS answers
+                await function(made)
+                nursery.cancel_scope.cancel()
+
+        def test() -> None:
+            with tempfile.TemporaryDirectory() as directory, inline_threads(1):
+                trio.run(main, directory, clock=trio.testing.MockClock(autojump_threshold=0))
+
+        test.__name__, test.__doc__ = function.__name__, function.__doc__
+        return test
+
+    return decorate
+
+
+def fail_once(scene: Scene, step: str, code: int = errno.EIO, *, after: int = 0) -> None:
+    """The next call that comes to ``step`` fails there, after ``after`` that did not."""
+    count = [after]
+
+    def before(what: str) -> None:
+        if what == step:
+            count[0] -= 1
+            if count[0] == -1:
+                raise OSError(code, os.strerror(code))
+
+    scene.before = before
+
+
+def die_at(scene: Scene, step: str) -> trio.Event:
+    """The daemon dies when a call comes to ``step``."""
+    died = trio.Event()
+
+    def before(what: str) -> None:
+        if what == step and not died.is_set():
+            died.set()
+            scene.life.kill()
+            raise OSError(errno.EIO, "killed")
+
+    scene.before = before
+    return died
+
+
+# ---- fsync=pfs
+@scene()
+async def test_what_was_overwritten_after_an_fsync_is_what_lands(scene: Scene) -> None:
+    """The staged file keeps its name and its size: the copy that the fsync made is not the file any more."""
+    handle = await scene.create(b"a", b"old bytes")
+    await scene.fs.fsync(handle)
+    await scene.fs.write(handle, 0, b"new bytes")
+    await scene.close(handle)
+    await scene.drained()
+    assert scene.on_pfs(b"a") == b"new bytes"
+
+
+@scene()
+async def test_a_second_fsync_saves_what_the_first_one_did_not(scene: Scene) -> None:
+    handle = await scene.create(b"a", b"old bytes")
+    await scene.fs.fsync(handle)
+    await scene.fs.write(handle, 0, b"new bytes")
+    await scene.fs.fsync(handle)
+    assert b"new bytes" in [ino.kept_data for ino in scene.store.tmp.kept.values()]
+    await scene.close(handle)
+
+
+@scene()
+async def test_the_landing_of_an_earlier_generation_leaves_the_copy_of_a_later_fsync(scene: Scene) -> None:
+    """Appended bytes lie in the same staged file as the generation before."""
+    scene.faults.away = True
+    await scene.write(b"a", b"first")
+    handle = await scene.fs.open(await scene.ino(b"a"), os.O_WRONLY)
+    await scene.fs.write(handle, 5, b" second")
+    scene.faults.away = False
+    await scene.fs.fsync(handle)
+    await scene.drained()
+    assert scene.on_pfs(b"a") == b"first"
+    assert b"first second" in [ino.kept_data for ino in scene.store.tmp.kept.values()]
+    await scene.close(handle)
+    await scene.drained()
+    assert scene.on_pfs(b"a") == b"first second"
+    assert scene.left() == []
+
+
+@scene()
+async def test_an_fsync_of_an_emptied_file_is_kept(scene: Scene) -> None:
+    await scene.write(b"a", b"something")
+    await scene.drained()
+    handle = await scene.fs.open(await scene.ino(b"a"), os.O_WRONLY | os.O_TRUNC)
+    await scene.fs.fsync(handle)
+    assert [ino.kept_data for name, ino in scene.store.tmp.kept.items() if not name.endswith(b".rec")] == [b""]
+    await scene.close(handle)
+
+
+@scene(fsync_timeout_s=10.0)
+async def test_an_fsync_on_a_pfs_that_hangs_is_eio(scene: Scene) -> None:
+    handle = await scene.create(b"a", b"x")
+    scene.faults.away = True
+    with pytest.raises(FsError) as found:
+        await scene.fs.fsync(handle)
+    assert found.value.errno == errno.EIO
+
+
+@scene()
+async def test_a_file_that_was_flushed_and_stays_open_is_drained(scene: Scene) -> None:
+    """As after ``dup`` and ``close``: FLUSH has published it, an fsync must not wait for the last close."""
+    handle = await scene.create(b"a", b"x")
+    await scene.fs.flush(handle)
+    await scene.drained()
+    assert scene.on_pfs(b"a") == b"x"
+    await scene.fs.release(handle)
+
+
+# ---- what lies there for nothing
+@scene()
+async def test_copies_of_fsyncs_do_not_stay_beside_what_landed(scene: Scene) -> None:
+    handle = await scene.create(b"a", b"one")
+    await scene.fs.fsync(handle)
+    await scene.fs.write(handle, 3, b" two")
+    await scene.close(handle)
+    await scene.drained()
+    assert scene.on_pfs(b"a") == b"one two"
+    assert scene.left() == []
+
+
+@scene()
+async def test_copies_of_fsyncs_go_with_their_file(scene: Scene) -> None:
+    handle = await scene.create(b"a", b"one")
+    await scene.fs.fsync(handle)
+    await scene.unlink(b"a")
+    await scene.close(handle)
+    await trio.sleep(60)
+    assert scene.left() == []
+
+
+@scene()
+async def test_what_a_dead_daemon_prepared_for_a_removed_file_goes(scene: Scene) -> None:
+    died = die_at(scene, "discard")
+    handle = await scene.create(b"a", b"one")
+    await scene.fs.fsync(handle)
+    await scene.unlink(b"a")
+    await died.wait()
+    await scene.killed()
+    await trio.sleep(60)
+    assert scene.left() == []
+
+
+@scene()
+async def test_a_discard_that_is_refused_backs_off(scene: Scene) -> None:
+    """It went round and round at full speed before: time did not even pass."""
+    scene.faults.away = True
+    await scene.write(b"a", b"x")
+    await trio.sleep(1)
+    refused = [0]
+
+    async def discard(hidden: str, deadline_s: float) -> None:
+        refused[0] += 1
+        raise OSError(errno.EBUSY, "an abandoned call")
+
+    scene.life.pfs.discard = discard  # type: ignore[method-assign]
+    scene.faults.away = False
+    fail_once(scene, "sync tmp")
+    await scene.unlink(b"a")
+    await trio.sleep(60)
+    assert 0 < refused[0] < 30
+
+
+# ---- renames, directories, links
+@scene()
+async def test_a_rename_whose_answer_died_with_the_daemon_is_recognised_and_synced(scene: Scene) -> None:
+    await scene.write(b"a", b"x")
+    await scene.drained()
+    fail_once(scene, "sync directory")
+    await scene.rename(b"a", b"b")
+    await trio.sleep(0.1)
+    assert scene.on_pfs(b"b") == b"x"
+    assert scene.on_pfs(b"b", synced=True) is None
+    await scene.killed()
+    await scene.drained()
+    assert scene.on_pfs(b"b", synced=True) == b"x"
+    assert await scene.stage(b"b") == "pfs"
+    assert scene.on_pfs(b"a", synced=True) is None
+
+
+@scene()
+async def test_what_was_moved_out_of_a_directory_lands_though_the_directory_is_gone(scene: Scene) -> None:
+    scene.faults.away = True
+    await scene.mkdir(b"tmp")
+    await scene.write(b"tmp/a", b"x")
+    await scene.rename(b"tmp/a", b"a")
+    await scene.fs.rmdir(*await scene.place(b"tmp"))
+    scene.faults.away = False
+    await scene.drained()
+    assert set(scene.store.walk()) == {b"a"}
+
+
+@scene()
+async def test_a_removed_file_is_never_shown_by_its_rename(scene: Scene) -> None:
+    await scene.write(b"a", b"old")
+    await scene.write(b"b", b"new")
+    await scene.drained()
+    fail_once(scene, "rename")
+    await scene.rename(b"b", b"a")
+    await trio.sleep(0.1)  # the first attempt has failed
+    shown = []
+    scene.before = lambda step: shown.append(scene.on_pfs(b"a"))
+    await scene.unlink(b"a")
+    await scene.drained()
+    assert b"new" not in shown
+    assert scene.store.walk() == {}
+
+
+@scene()
+async def test_a_symlink_is_known_to_be_on_the_pfs_as_soon_as_its_operation_is_done(scene: Scene) -> None:
+    """Two changes of the catalogue, and a death between them, left a link that no removal reached."""
+    await scene.fs.symlink(ROOT_FID, b"l", b"to", DIRECTORY)
+    key = next(key for key, op in scene.life.parts.drainer.own_pending() if op.kind == OpKind.SYMLINK)
+    await scene.drained()
+    done = next(r for r in scene.log.revisions if any(c.key == key and c.value is None for c in r))
+    assert b"i/%x" % await scene.ino(b"l") in [change.key for change in done]
+
+
+# ---- a full PFS
+@scene()
+async def test_removals_pass_data_that_the_pfs_has_no_room_for(scene: Scene) -> None:
+    await scene.mkdir(b"d")
+    await scene.write(b"d/old", b"o" * 9000)
+    await scene.drained()
+    scene.store.capacity_bytes = 10_000
+    await scene.write(b"d/new", b"n" * 9000)
+    await trio.sleep(5)
+    assert scene.on_pfs(b"d/new") is None
+    await scene.unlink(b"d/old")
+    await scene.drained()
+    assert scene.on_pfs(b"d/old") is None
+    assert scene.on_pfs(b"d/new") == b"n" * 9000
+
+
+# ---- withdrawals
+async def _checkpoint(scene: Scene) -> None:
+    await scene.mkdir(b"s")
+    await scene.write(b"s/m", b"one")
+    await scene.write(b"s/.metadata", b"names m")
+    await scene.drained()
+
+
+async def _overwrite(scene: Scene, path: bytes, data: bytes) -> None:
+    handle = await scene.fs.open(await scene.ino(path), os.O_WRONLY | os.O_TRUNC)
+    await scene.fs.write(handle, 0, data)
+    await scene.close(handle)
+
+
+@scene()
+async def test_a_member_lands_after_its_commit_file_has_left(scene: Scene) -> None:
+    await _checkpoint(scene)
+    fail_once(scene, "hide", after=0)
+    seen: list[tuple[bytes | None, bytes | None]] = []
+    failing = scene.before
+
+    def before(step: str) -> None:
+        seen.append((scene.on_pfs(b"s/m"), scene.on_pfs(b"s/.metadata")))
+        failing(step)
+
+    scene.before = before
+    await _overwrite(scene, b"s/m", b"two")
+    await scene.drained()
+    assert (b"two", b"names m") not in seen
+    assert scene.on_pfs(b"s/m") == b"two"
+    assert await scene.stage(b"s/.metadata") != "pfs"
+
+
+@scene()
+async def test_a_withdrawal_whose_answer_died_with_the_daemon_is_recognised(scene: Scene) -> None:
+    await _checkpoint(scene)
+    fail_once(scene, "sync directory")
+    await _overwrite(scene, b"s/m", b"two")
+    await trio.sleep(0.1)
+    await scene.killed()
+    await scene.drained()
+    assert scene.on_pfs(b"s/m") == b"two"
+    assert scene.on_pfs(b"s/.metadata", synced=True) is None
+    assert await scene.read(b"s/.metadata") == b"names m"
+
+
+@scene()
+async def test_a_commit_file_that_is_removed_while_it_is_withdrawn_leaves_nothing(scene: Scene) -> None:
+    await _checkpoint(scene)
+    scene.faults.away = True
+    await _overwrite(scene, b"s/m", b"two")
+    await scene.write(b"s/new", b"names m")
+    await scene.rename(b"s/new", b"s/.metadata")
+    scene.faults.away = False
+    await scene.drained()
+    assert scene.on_pfs(b"s/.metadata") == b"names m"
+    assert scene.left() == []
+
+
+@scene()
+async def test_what_a_commit_file_names_lands_before_it_though_it_is_removed_since(scene: Scene) -> None:
+    """Cancelled, it left the commit file on the PFS without its member, until the withdrawal came."""
+    scene.faults.away = True
+    await scene.mkdir(b"s")
+    await scene.write(b"s/m", b"one")
+    await scene.write(b"s/.metadata", b"names m")
+    await scene.unlink(b"s/m")
+    seen: list[tuple[bytes | None, bytes | None]] = []
+    scene.before = lambda step: seen.append((scene.on_pfs(b"s/m"), scene.on_pfs(b"s/.metadata")))
+    scene.faults.away = False
+    await scene.drained()
+    assert (None, b"names m") not in seen
+    assert scene.on_pfs(b"s/m") is None
+
+
+# ---- the daemon's death
+@scene()
+async def test_several_staged_generations_of_one_file_are_adopted(scene: Scene) -> None:
+    """The newest is published first, which removes the others: the next look at one of them ended the daemon."""
+    scene.faults.away = True
+    await scene.write(b"a", b"one")
+    handle = await scene.fs.open(await scene.ino(b"a"), os.O_WRONLY | os.O_TRUNC)
+    await scene.fs.write(handle, 0, b"three")
+    scene.faults.away = False
+    await scene.killed()
+    assert await scene.read(b"a") == b"three"
+    await scene.drained()
+    assert scene.on_pfs(b"a") == b"three"
+
+
+@scene(memory=64 << 10)
+async def test_a_copy_in_progress_is_not_the_newest_content(scene: Scene) -> None:
+    """A write into a published file copies it first; the daemon dies while that waits for room."""
+    scene.faults.away = True
+    await scene.write(b"a", b"a" * 40_000)
+    handle = await scene.fs.open(await scene.ino(b"a"), os.O_WRONLY)
+    async with trio.open_nursery() as writer:
+
+        async def change() -> None:
+            await scene.fs.write(handle, 10, b"x")
+
+        writer.start_soon(change)
+        await trio.sleep(1)
+        assert len(scene.life.staging.stages()) == 2
+        writer.cancel_scope.cancel()
+        scene.life.staging.dead = True  # what the cancelled write cleans up, a killed one does not
+    await scene.killed()
+    assert await scene.read(b"a") == b"a" * 40_000
+
+
+# ---- open files
+@scene()
+async def test_an_open_file_that_was_never_drained_is_readable_without_its_name(scene: Scene) -> None:
+    scene.faults.away = True
+    await scene.write(b"a", b"still there")
+    handle = await scene.fs.open(await scene.ino(b"a"), os.O_RDONLY)
+    await scene.unlink(b"a")
+    assert await scene.fs.read(handle, 0, 100) == b"still there"
+    await scene.fs.release(handle)
+    assert scene.life.staging.stages() == []
