@@ -329,7 +329,7 @@ class ControlServer:
         below = request.get("below")
         try:
             fid, _ = await self._resolve(str(request.get("dir") or ""))
-            found = await self.completeness.below(fid)
+            found = await self.completeness.below(fid, self.parts.importer.ensure)
         except _NotFound as error:
             await send({"done": True, "path": None, "certain": True, "reason": str(error)})
             return
@@ -365,12 +365,26 @@ class ControlServer:
             {"path": _text(op.path), "reason": f"{op.kind} {self.parts.drainer.reason(key)}"}
             for key, op in self._undrained()
         ]
+        left += self._not_on_pfs({item["path"] for item in left})
         if self.leaving is not None and not self.abandon and not left:
             async for _ in self.leaving(deadline_s):
                 await send({"progress": self._left()})
         self.facts["left"] = len(left)
         await send({"done": True, "left": left})
         self.stop_requested.set()
+
+    def _not_on_pfs(self, told: set[str]) -> list[Answer]:
+        """Files of this node, or of a lost one, that the PFS does not have though nothing of them is pending."""
+        found: list[Answer] = []
+        for path, fid, inode in self.completeness.walk(ROOT_FID):
+            mine = inode.origin == self.node.name or not self.node.live(inode.origin)
+            if inode.kind != "f" or not inode.origin or not mine or self.node.on_pfs(fid, inode) or _text(path) in told:
+                continue
+            reason = inode.error or "not on the PFS"
+            if self.node.boundary(fid, inode) == Boundary.LOST:
+                reason = f"lost: {reason}"
+            found.append({"path": _text(path), "reason": reason})
+        return found
 
     async def _drain(self, send: Send, deadline_s: float, *, patient: bool) -> None:
         """Wait for the drain; without a time given, until nothing lands for a while and errors say why."""

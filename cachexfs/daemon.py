@@ -69,6 +69,7 @@ from cachexfs.survive import go_on_without
 log = logging.getLogger("cachexfs.daemon")
 
 PFS_PROBE_S = 20.0
+FIRST_LOOK_S = 3.0
 CLOCK_INTERVAL_S = 30.0
 DEPART_S = 5.0
 ALONE_TIMEOUT_S = 60.0  # kernel caching of names and attributes where nobody else can change them
@@ -110,6 +111,8 @@ class Daemon:
             for task in (parts.replicator.run, parts.drainer.run, parts.keeper.run, takeover.run, parts.files.watch):
                 services.start_soon(task)
             services.start_soon(self._forecast.run)
+            services.start_soon(recover.verify, node)
+            services.start_soon(self._look_at_pfs, parts)
             services.start_soon(self._keep_clock, node)
             await self._serve(services, parts, completeness)
             await self._depart(catalogue)
@@ -120,7 +123,7 @@ class Daemon:
     async def _start_pfs(self, services: trio.Nursery, node: Node) -> None:
         if self.options.offline:
             return
-        token = self.staging.directory / "pfs-id"
+        token = self.staging.directory / tmpfs.PFS_TOKEN
         pool = PfsPool(
             self.options.pfs, token=token.read_text() if token.exists() else None,
             drain_workers=self.options.drain_workers, verify=self.options.verify,
@@ -128,6 +131,8 @@ class Daemon:
         )  # fmt: skip
         await services.start(pool.serve)
         node.pfs = pool
+        if token.exists():  # a restart goes on without the PFS, as the mount would have without it
+            return
         try:
             with trio.fail_after(PFS_PROBE_S):
                 known = (await pool.probe()).token
@@ -135,14 +140,26 @@ class Daemon:
                 if self.options.nvme_directory is not None:  # so that ``recover`` knows the directory again
                     os.makedirs(self.options.nvme_directory, mode=0o700, exist_ok=True)
                     write_synced(os.path.join(self.options.nvme_directory, PFS_ID), known.encode())
+                if self.options.alone and (left := await pool.prepared(PFS_PROBE_S)):
+                    node.errors["left behind"] = (
+                        f"{len(left)} files that a lost daemon had fsynced lie in {self.options.pfs}/.cachexfs/tmp: "
+                        f"unmount, and 'cachexfs recover --to {self.options.pfs}' gives them their names"
+                    )
         except (OSError, trio.TooSlowError) as error:
             why = error.strerror if isinstance(error, OSError) else "no answer"
-            if token.exists():  # a restart: the mount goes on without the PFS, as it would have without a restart
-                log.error("the PFS directory %s does not answer: %s", self.options.pfs, why)
-                return
             raise CannotTellError(
                 f"the PFS directory {self.options.pfs} does not answer: {why}; mount it, or use -o offline"
             ) from error
+
+    async def _look_at_pfs(self, parts: Parts) -> None:
+        """Find out soon how the PFS is, and take over the root's names while it is there."""
+        if parts.node.pfs is None:
+            return
+        try:
+            await parts.node.pfs.stat(b"", FIRST_LOOK_S)
+            await parts.importer.ensure(ROOT_FID)
+        except (CacheXError, OSError, trio.TooSlowError) as error:
+            log.warning("the PFS directory %s: %s", self.options.pfs, error or "no answer")
 
     async def _start_replicas(self, node: Node) -> ReplicaStore | None:
         if self.options.nvme_directory is None:

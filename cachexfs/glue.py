@@ -28,6 +28,10 @@ class HeldReplicas:
         committed = self._store.committed(stage)
         return committed.path if committed is not None and committed.manifest.size >= size else None
 
+    def manifest(self, stage: str) -> bytes | None:
+        """See ``ReplicaHolder``."""
+        return self._store.manifest(stage)
+
     def stages(self) -> list[str]:
         """See ``ReplicaHolder``."""
         return [manifest.stage for manifest in self._store.list()]

@@ -14,6 +14,7 @@ from cachexfs import config
 from cachexfs.config import MountOptions
 
 HEADROOM_BYTES = 64 << 20
+PFS_TOKEN = "pfs-id"  # in the staging directory: which PFS directory it belongs to; there while it is in use
 
 
 def staging_directory(options: MountOptions) -> str:

@@ -19,6 +19,7 @@ from cachexfs.cli.child import run_in_child
 from cachexfs.cli.protocol import Pong
 from cachexfs.config import MountOptions
 from cachexfs.errors import CannotTellError, UsageError
+from cachexfs.tmpfs import PFS_TOKEN, staging_directory
 
 PFS_TIMEOUT_S = 10.0
 UMOUNT_TIMEOUT_S = 5.0
@@ -142,7 +143,7 @@ def detach(mountpoint: str) -> None:
 
 def check_directories(options: MountOptions, change: bool) -> None:
     """The PFS directory (in a child: it may hang), NVMe, staging and runtime directories. Raises ``UsageError``."""
-    if not options.offline:
+    if not options.offline and not _adopts(options):
         _check_pfs(options.pfs)
     for key, path in (("nvme", options.nvme), ("staging", options.staging)):
         if path is None:
@@ -156,6 +157,11 @@ def check_directories(options: MountOptions, change: bool) -> None:
         _check_local(key, path, missing_is_well=not change and os.path.isdir(os.path.dirname(path)))
     if change:
         make_runtime_dir(options.runtime_dir)
+
+
+def _adopts(options: MountOptions) -> bool:
+    """Whether staging holds what a dead mount left: that is adopted, whatever state the PFS is in."""
+    return os.path.exists(os.path.join(staging_directory(options), PFS_TOKEN))
 
 
 def _check_pfs(path: str) -> None:

@@ -498,7 +498,10 @@ def set_xattr(tx: Tx, ctx: Ctx, fid: int, name: bytes, value: bytes | None) -> N
 
 
 def begin_change(tx: Tx, ctx: Ctx, fid: int) -> None:
-    """Note that published content is being changed here: what names it stops being restartable."""
+    """Note that published content is being changed here: what names it stops being restartable.
+
+    Called before the change; the publication of the change takes the note away.
+    """
     inode = tx.inode(fid)
     if inode is not None and inode.writing != ctx.node:
         tx.put(inode_key(fid), msgspec.structs.replace(inode, writing=ctx.node))
@@ -624,11 +627,22 @@ def add_copy(tx: Tx, ctx: Ctx, fid: int, gen: int, copy: Copy) -> None:
 
 
 def note_synced(
-    tx: Tx, ctx: Ctx, fid: int, stage: str, size: int, digest: bytes, tree: bytes, copies: tuple[Copy, ...]
+    tx: Tx,
+    ctx: Ctx,
+    fid: int,
+    base_gen: int,
+    stage: str,
+    size: int,
+    digest: bytes,
+    tree: bytes,
+    copies: tuple[Copy, ...],
 ) -> None:
-    """An fsync has made unpublished bytes safe: what is published should this node be lost."""
+    """An fsync has made unpublished bytes safe: what is published should this node be lost.
+
+    Nothing to note when they have been published meanwhile, on top of ``base_gen``.
+    """
     inode = tx.inode(fid)
-    if inode is not None:
+    if inode is not None and inode.gen == base_gen:
         synced = Synced(stage, size, digest, tree, copies)
         tx.put(inode_key(fid), msgspec.structs.replace(inode, synced=synced, writing=ctx.node))
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import errno
 from collections import OrderedDict
-from collections.abc import Collection, Iterator
+from collections.abc import Awaitable, Callable, Collection, Iterator
 from dataclasses import dataclass, field
 
 import trio
@@ -207,11 +207,17 @@ class Completeness:
             del self._members[next(iter(self._members))]
         return members
 
-    async def below(self, fid: int) -> list[Checkpoint]:
-        """All checkpoints at or below a directory, outermost only, newest step last."""
+    async def below(self, fid: int, ensure: Callable[[int], Awaitable[None]] | None = None) -> list[Checkpoint]:
+        """All checkpoints at or below a directory, outermost only, newest step last.
+
+        Directories of the PFS that nobody has looked into yet are left out, unless ``ensure`` brings their entries
+        in; it raises when it cannot.
+        """
         view, stack, found = self.node.catalogue.view, [fid], []
         while stack:
             directory = stack.pop()
+            if ensure is not None:
+                await ensure(directory)
             checkpoint = None
             if any(not is_pointer_name(commit) for _, commit in self.commits(directory)):
                 checkpoint = await self.checkpoint(directory)

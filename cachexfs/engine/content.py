@@ -15,6 +15,7 @@ import logging
 import os
 from collections import OrderedDict, defaultdict
 from collections.abc import Awaitable, Callable
+from functools import partial
 
 import trio
 
@@ -126,10 +127,10 @@ class Reader:
         reasons: list[str] = []
         bad: list[tuple[str, str]] = []
         wanted = block_length(content.size, index)
-        for label, copy, attempt in self._attempts(fid, content, index):
+        for label, copy, holder, attempt in self._attempts(fid, content, index):
             try:
                 block = await attempt()
-                digests = await self._block_digests(content, copy)
+                digests = await self._block_digests(fid, content, holder)
                 if len(block) != wanted or (digests is not None and block_digest(block) != digests[index]):
                     raise CorruptError(f"block {index} is not what its digest says")
             except (OSError, CacheXError, trio.TooSlowError) as error:
@@ -148,10 +149,10 @@ class Reader:
 
     def _attempts(
         self, fid: int, content: Generation, index: int
-    ) -> list[tuple[str, Copy | None, Callable[[], Awaitable[bytes]]]]:
+    ) -> list[tuple[str, Copy | None, str | None, Callable[[], Awaitable[bytes]]]]:
         """(label, copy, read) of every place that may have the block, best first."""
         node, offset, length = self.node, index * BLOCK_BYTES, block_length(content.size, index)
-        found: list[tuple[str, Copy | None, Callable[[], Awaitable[bytes]]]] = []
+        found: list[tuple[str, Copy | None, str | None, Callable[[], Awaitable[bytes]]]] = []
         inode = node.catalogue.view.inode(fid)
         copies = list(inode.copies) if inode is not None and inode.gen == content.gen else []
         copies.sort(key=lambda c: (c.node != node.name, c.tier != "memory", c.node))
@@ -159,32 +160,32 @@ class Reader:
             label = f"{copy.tier}:{copy.node}"
             if copy.node == node.name:
                 path = node.local_path(content.stage, content.size)
-                found.append((label, copy, lambda path=path: _read_local(path, offset, length)))  # type: ignore[misc]
+                found.append((label, copy, node.name, partial(_read_local, path, offset, length)))
             elif node.peers is not None and node.live(copy.node):
-                found.append((label, copy, lambda name=copy.node: self._ask(name, content.stage, offset, length)))  # type: ignore[misc]
+                found.append((label, copy, copy.node, partial(self._ask, copy.node, content.stage, offset, length)))
         if inode is not None and inode.pfs is not None and inode.pfs.gen == content.gen and node.pfs is not None:
-            found.append(("pfs", None, lambda: self._read_pfs(fid, offset, length)))
+            found.append(("pfs", None, None, partial(self._read_pfs, fid, offset, length)))
         if content.stage:
             found += self._unrecorded(content, offset, length, {copy.node for copy in copies})
         return found
 
     def _unrecorded(
         self, content: Generation, offset: int, length: int, recorded: set[str]
-    ) -> list[tuple[str, Copy | None, Callable[[], Awaitable[bytes]]]]:
+    ) -> list[tuple[str, Copy | None, str | None, Callable[[], Awaitable[bytes]]]]:
         """Places that may have a copy of which this node has not heard: itself, then the origin's next partners.
 
         In an outage of the catalogue the record of the newest copies may not have arrived.
         """
         node = self.node
-        found: list[tuple[str, Copy | None, Callable[[], Awaitable[bytes]]]] = []
+        found: list[tuple[str, Copy | None, str | None, Callable[[], Awaitable[bytes]]]] = []
         path = node.local_path(content.stage, content.size)
         if node.name not in recorded and path is not None:
-            found.append((f"nvme:{node.name}", None, lambda: _read_local(path, offset, length)))
+            found.append((f"nvme:{node.name}", None, node.name, partial(_read_local, path, offset, length)))
         names = [address.name for address in node.options.nodes]
         at = names.index(content.origin) + 1 if content.origin in names else 0
         for name in (names[at:] + names[:at])[: node.replica_count + 1]:
             if node.peers is not None and name not in recorded and name not in (node.name, content.origin):
-                found.append((f"nvme:{name}", None, lambda name=name: self._ask(name, content.stage, offset, length)))  # type: ignore[misc]
+                found.append((f"nvme:{name}", None, name, partial(self._ask, name, content.stage, offset, length)))
         return found
 
     async def _ask(self, name: str, stage: str, offset: int, length: int) -> bytes:
@@ -198,8 +199,12 @@ class Reader:
             raise FileNotFoundError(errno.ENOENT, "no name on the PFS")
         return await self.node.pfs.read(path, offset, length, PFS_DEADLINE_S)
 
-    async def _block_digests(self, content: Generation, copy: Copy | None) -> list[bytes] | None:
-        """Block digests of a content, checked against the catalogue; None when it has none (imported files)."""
+    async def _block_digests(self, fid: int, content: Generation, holder: str | None) -> list[bytes] | None:
+        """Block digests of a content, checked against the catalogue.
+
+        ``holder`` is whose copy is being read, None for the PFS. The result is None for what has no digests
+        (imported files), for this node's memory, and for the PFS when nobody has a manifest any more.
+        """
         if not content.tree:
             return None
         if content.size <= BLOCK_BYTES:
@@ -207,18 +212,35 @@ class Reader:
         key = (content.stage, content.size)
         if key in self._digests:
             return self._digests[key]
-        if copy is None or copy.node == self.node.name:
-            return None  # local bytes are checked when they are adopted, the PFS's when a live holder has a manifest
-        assert self.node.peers is not None
-        with trio.fail_after(PEER_DEADLINE_S):
-            data = await self.node.peers.manifest(copy.node, content.stage)
-        found = list(split_blocks(manifests.decode(data).blocks))
+        data = self.node.replicas.manifest(content.stage) if self.node.replicas is not None else None
+        if data is None and holder != self.node.name:
+            data = await self._manifest(fid, content, holder)
+        if data is None:
+            return None
+        manifest = manifests.decode(data)
+        found = list(split_blocks(manifest.blocks))
         if tree_digest(found) != content.tree:
             raise CorruptError("the holder's manifest does not match the catalogue")
         self._digests[key] = found
         while len(self._digests) > 1024:
             self._digests.popitem(last=False)
         return found
+
+    async def _manifest(self, fid: int, content: Generation, holder: str | None) -> bytes | None:
+        """The manifest of the node whose copy is read; for the PFS's, of any live holder."""
+        if self.node.peers is None:
+            return None
+        if holder is not None:
+            with trio.fail_after(PEER_DEADLINE_S):
+                return await self.node.peers.manifest(holder, content.stage)
+        inode = self.node.catalogue.view.inode(fid)
+        for name in self.node.holders(inode) if inode is not None else ():
+            try:
+                with trio.fail_after(PEER_DEADLINE_S):
+                    return await self.node.peers.manifest(name, content.stage)
+            except (CacheXError, OSError, trio.TooSlowError) as error:
+                log.debug("no manifest of %s from %s: %s", content.stage, name, error)
+        return None
 
     async def _report(self, fid: int, content: Generation, bad: list[tuple[str, str]], reasons: list[str]) -> None:
         """A copy is bad or gone: its claim falls now, and replication makes another one."""

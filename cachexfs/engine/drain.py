@@ -30,6 +30,7 @@ from cachexfs.engine.content import Reader
 from cachexfs.engine.files import Files, Vnode
 from cachexfs.engine.interfaces import PfsAttrs, PfsStat
 from cachexfs.engine.node import Node
+from cachexfs.engine.recover import check_stage
 from cachexfs.errors import CacheXError, FsError
 
 log = logging.getLogger(__name__)
@@ -343,6 +344,9 @@ class Drainer:
             return
         self._prepared.pop(hidden, None)
         source, size = self._source(op, content)
+        doubtful = op.stage in self.node.unverified or not self.node.staging.has(op.stage)
+        if source is not None and size and doubtful and not await check_stage(self.node, op.stage):
+            raise FsError(errno.EIO, f"the bytes on node {self.node.name} are damaged: their digest is wrong")
         if source is None:
             raise FsError(errno.EIO, f"no whole copy of generation {op.gen} on node {self.node.name}")
         assert self.node.pfs is not None
@@ -647,6 +651,8 @@ class Drainer:
         if waits is not None:
             shown = waits.path.decode(errors="backslashreplace")
             return f"waits for the {waits.kind} of {shown!r} (node {waits.owner}), which must land first"
+        if op is not None and op.kind == OpKind.PUT and self.files.busy(op.fid):
+            return "waits until the writer that has the file open closes it"
         if op is not None and not self.node.live(op.owner):
             return f"its node {op.owner} is lost; a survivor takes over"
         return "is being copied" if op is not None and op.kind == OpKind.PUT else "is under way"

@@ -111,6 +111,7 @@ class Files:
         self.source = source
         self._by_ino: dict[int, Vnode] = {}
         self._current: dict[int, Vnode] = {}
+        self._passing: set[Vnode] = set()  # those that the kernel may be changing
         self.on_released: Callable[[int], None] = lambda fid: None
 
     # ---- vnodes
@@ -263,6 +264,8 @@ class Files:
         if handle.writable:
             vnode.writers -= 1
         vnode.passed -= handle.passed
+        if not vnode.passed:
+            self._passing.discard(vnode)
         vnode.closing.discard(handle)
         vnode.backed -= handle.backed
         vnode.cached -= handle.cached
@@ -313,6 +316,7 @@ class Files:
                 vnode.seen = self._look(vnode.fd)
             handle.passed = True
             vnode.passed += 1
+            self._passing.add(vnode)
 
     async def unshare(self, vnode: Vnode) -> None:
         """Before a writer joins readers that the kernel serves: what is published moves to a file of its own.
@@ -385,7 +389,7 @@ class Files:
         """Follow files that grow without asking: send ahead, make room. Until cancelled."""
         while True:
             await trio.sleep(WATCH_INTERVAL_S)
-            for vnode in [v for v in self._by_ino.values() if v.passed and not v.removed]:
+            for vnode in [v for v in self._passing if not v.removed]:
                 before = vnode.version
                 self.refresh(vnode)
                 if vnode.version != before:

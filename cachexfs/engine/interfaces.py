@@ -314,6 +314,10 @@ class ReplicaHolder(Protocol):
         """Path of a committed copy of at least ``size`` bytes; None without one."""
         ...
 
+    def manifest(self, stage: str) -> bytes | None:
+        """The encoded manifest of a committed copy; None without one."""
+        ...
+
     def stages(self) -> list[str]:
         """Keys of all committed copies."""
         ...

@@ -41,6 +41,7 @@ class Node:
     replicas: ReplicaHolder | None = None
     random: random.Random = field(default_factory=random.SystemRandom)
     errors: dict[str, str] = field(default_factory=dict)
+    unverified: set[str] = field(default_factory=set)  # staged by a former daemon, digests not checked since
     failed: str = ""
     members: Callable[[int, int], Collection[bytes] | None] = field(default=lambda fid, gen: None)
     _op_base: int = 0

@@ -279,6 +279,7 @@ class Replicator:
         partners = self.node.partners()
         if len(partners) < self.node.replica_count or not partners:
             raise NotDurableError("no live partner")
+        base_gen = vnode.content.gen
         version, size, digests = await self.files.snapshot(vnode)
         if vnode.synced is not None and (vnode.synced.version, vnode.synced.size) == (version, size):
             return
@@ -298,7 +299,7 @@ class Replicator:
             vnode.synced = Synced(version, size, tuple(copies))
         ctx, fid = self.node.ctx(), vnode.fid
         await self.node.catalogue.mutate(
-            lambda tx: namespace.note_synced(tx, ctx, fid, stage, size, digests[0], digests[1], tuple(copies))
+            lambda tx: namespace.note_synced(tx, ctx, fid, base_gen, stage, size, digests[0], digests[1], tuple(copies))
         )
 
     def _manifest(
