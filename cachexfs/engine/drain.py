@@ -85,6 +85,7 @@ class Drainer:
         self._runnable: dict[bytes, None] = {}
         self._prepared: dict[str, bytes] = {}  # hidden name -> tree digest of what an fsync put there
         self._made: dict[int, dict[str, int]] = {}  # file id -> hidden names that may exist -> their generation
+        self._cleaned_up = False  # what an earlier life has prepared is known
         self._full: set[bytes] = set()  # PUTs that the PFS has no room for
         self._wake = trio.Event()
         self._nursery: trio.Nursery | None = None
@@ -232,6 +233,7 @@ class Drainer:
             try:
                 for found in await self.node.pfs.prepared(STALL_S):
                     await self._clean_up_one(found.hidden, found.record)
+                self._cleaned_up = True
                 return
             except (CacheXError, OSError, trio.TooSlowError) as error:
                 log.debug("prepared files cannot be looked through yet: %s", error)
@@ -303,7 +305,7 @@ class Drainer:
     async def _discard(self, fid: int, *names: str) -> None:
         """Remove prepared files that are not to land."""
         made = self._made.get(fid, {})
-        for hidden in [name for name in names if name in made]:
+        for hidden in [name for name in names if name in made or not self._cleaned_up]:
             assert self.node.pfs is not None
             await self.node.pfs.discard(hidden, STALL_S)
             self._settle(fid, hidden)
@@ -468,6 +470,8 @@ class Drainer:
                 await pfs.run("unlink", b".cachexfs/held/" + op.path2, b"", None, STALL_S)
         if op.kind in (OpKind.SYMLINK, OpKind.MKNOD):
             await self._note_landed(key, op.fid)
+        elif op.kind == OpKind.RENAME:
+            await self._note_moved(key, op.fid)
         else:
             await self._finish(key)
 
@@ -518,6 +522,21 @@ class Drainer:
             return await self.node.pfs.stat(path, STALL_S)
         except FileNotFoundError:
             return None
+
+    async def _note_moved(self, key: bytes, fid: int) -> None:
+        """A file has its name on the PFS only now."""
+        now_s = self.node.clock.now_s()
+
+        def note(tx: Tx) -> None:
+            if finish_op(tx, ctx, key) is None:
+                return
+            inode = tx.inode(fid)
+            if inode is not None and inode.pfs is not None and inode.pfs.gen == inode.gen and inode.t_pfs_s:
+                tx.put(rec.inode_key(fid), msgspec.structs.replace(inode, t_pfs_s=now_s))
+
+        ctx = self.node.ctx()
+        await self.node.catalogue.mutate(note)
+        self.progress.landed_ops += 1
 
     async def _note_landed(self, key: bytes, fid: int) -> None:
         """A symlink or special file is on the PFS."""

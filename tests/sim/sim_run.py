@@ -193,6 +193,7 @@ class Run:
             left = [(op.kind, op.path, life.parts.drainer.reason(key)) for key, op in life.parts.drainer.own_pending()]
             raise Violation(f"liveness: not on the PFS after {REST_S:.0f} s: {left[:5]}")
         self.trouble = False
+        await trio.sleep(60)  # what needs no haste: looking for what a dead daemon has left
         contents = {}
         for client in clients:
             await client.verify()
