@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import trio
@@ -28,22 +29,22 @@ ETCD_MEMBERS_MAX = 3
 
 
 async def start_catalogue(
-    options: MountOptions, staging: Path, services: trio.Nursery
-) -> tuple[Catalogue, EtcdServer | None]:
-    """The catalogue of this mount, followed by a task of ``services``, and this node's etcd member if it has one.
+    options: MountOptions, staging: Path, services: trio.Nursery, on_member: Callable[[EtcdServer], None]
+) -> Catalogue:
+    """The catalogue of this mount, followed by a task of ``services``.
 
+    ``on_member`` gets this node's etcd member, if it has one, before it is started.
     Raises ``UsageError`` (secret, no etcd, a second daemon), ``CatalogueUnavailableError`` when no majority answers.
     """
     if options.alone:
         builtin = BuiltinCatalogue(staging)
         await services.start(builtin.run)
-        return builtin, None
+        return builtin
     secret = read_secret(options)
     assert options.nvme_directory is not None
     own = next(n for n in options.nodes if n.name == options.node)
     directory = Path(options.nvme_directory)
     tls = JobAuthority(secret, options.job).issue(directory / "tls", options.node, [own.host])
-    server: EtcdServer | None = None
     if options.catalogue:
         endpoints = [_endpoint(text) for text in options.catalogue]
         context, operations = None, 128
@@ -51,6 +52,7 @@ async def start_catalogue(
         members = [Member(n.name, n.host, n.port + 1, n.port + 2) for n in etcd_nodes(options)]
         if options.node in [m.name for m in members]:
             server = EtcdServer(members, options.node, directory / "etcd", options.job, tls)
+            on_member(server)
             await services.start(server.run, lambda text: log.error("%s", text))
         turn = [n.name for n in options.nodes].index(options.node) % len(members)
         members = sorted(members[turn:] + members[:turn], key=lambda m: m.name != options.node)
@@ -61,7 +63,7 @@ async def start_catalogue(
         outage_limit_s=options.fsync_timeout_s, node_timeout_s=options.node_timeout_s, txn_ops_max=operations,
     )  # fmt: skip
     await services.start(etcd.run)
-    return etcd, server
+    return etcd
 
 
 def read_secret(options: MountOptions) -> bytes:

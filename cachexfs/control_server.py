@@ -32,6 +32,7 @@ POLL_S = 0.2
 STALLED_S = 60.0
 Answer = dict[str, Any]
 Send = Callable[[Answer], Awaitable[None]]
+AT_NAMES = {boundary: boundary.label for boundary in Boundary}
 AT = {"returned": Boundary.RETURNED, "partner": Boundary.PARTNER, "pfs": Boundary.PFS}
 
 
@@ -331,7 +332,7 @@ class ControlServer:
             fid, _ = await self._resolve(str(request.get("dir") or ""))
             found = await self.completeness.below(fid, self.parts.importer.ensure)
         except _NotFound as error:
-            await send({"done": True, "path": None, "certain": True, "reason": str(error)})
+            await send({"done": True, "path": None, "certain": False, "reason": str(error)})
             return
         except CacheXError as error:
             await send({"done": True, "path": None, "certain": False, "reason": str(error)})
@@ -349,7 +350,16 @@ class ControlServer:
             cannot = [p for p in checkpoint.missing if "cannot be read" in p.reason]
             if cannot:
                 unreadable = f"{_text(checkpoint.path)}: {cannot[0].reason}"
-        reason = unreadable or "no checkpoint there can be restarted from at that boundary"
+        strange = [path for path, _, inode in self.completeness.walk(fid) if inode.size and not _covered(path, found)]
+        if not found and strange and not unreadable:
+            unreadable = (
+                f"{len(strange)} files there belong to no checkpoint format that is known, {_text(strange[0])!r} for "
+                "one: see docs/formats.md"
+            )
+        lacking = [f"{_text(c.path)}: {_text(c.missing[0].name)} {c.missing[0].reason}" for c in found if c.missing]
+        reason = unreadable or "no checkpoint there can be restarted from" + (
+            f" ({lacking[-1]})" if lacking else f" at {AT_NAMES[at]}" if found else ""
+        )
         await send({"done": True, "path": None, "certain": not unreadable, "reason": reason})
 
     # ---- umount
@@ -361,10 +371,9 @@ class ControlServer:
         deadline_s = trio.current_time() + (float("inf") if timeout is None else float(timeout))
         if not self.abandon:
             await self._drain(send, deadline_s, patient=timeout is not None)
-        left += [
-            {"path": _text(op.path), "reason": f"{op.kind} {self.parts.drainer.reason(key)}"}
-            for key, op in self._undrained()
-        ]
+        undrained = self._undrained()
+        for key, op in [row for row in undrained if row[1].kind != OpKind.DIRATTR] or undrained:
+            left.append({"path": _text(op.path) or "/", "reason": f"{op.kind} {self.parts.drainer.reason(key)}"})
         left += self._not_on_pfs({item["path"] for item in left})
         if self.leaving is not None and not self.abandon and not left:
             async for _ in self.leaving(deadline_s):
@@ -421,6 +430,11 @@ class _NotFound(CacheXError):
     """A path that is not in the mount: certainly so."""
 
     exit_code = EXIT_NO
+
+
+def _covered(path: bytes, found: list[Checkpoint]) -> bool:
+    """Whether a file lies in one of the checkpoints (paths of both are relative to different directories)."""
+    return any(b"/" + path.rpartition(b"/")[0] + b"/" in b"/" + c.path + b"/" for c in found)
 
 
 def _time(time_s: float) -> str | None:

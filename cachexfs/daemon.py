@@ -88,6 +88,8 @@ class Daemon:
         self._registry: Path | None = None
         self._manifests: OrderedDict[str, bytes] = OrderedDict()
         self._retired = False
+        self._needed_by: list[str] = []  # nodes that were still there when this one left
+        self._serving = False
         self._services = trio.CancelScope()
         self.exit_code = 0
 
@@ -95,9 +97,39 @@ class Daemon:
     async def run(self) -> int:
         """Mount, serve, unmount; returns the exit code."""
         self.staging.open()
+        fresh = not self.staging.stages() and not (self.staging.directory / tmpfs.PFS_TOKEN).exists()
+        try:
+            return await self._run()
+        except BaseException:
+            if fresh and not self._serving:
+                self._undo_start()
+            raise
+
+    async def _heed_stop(self, supervisor: Supervisor) -> None:
+        """While the mount does not answer yet: end when the supervisor is told to."""
+        while not self._serving:
+            with trio.move_on_after(0.2):
+                await trio.lowlevel.wait_readable(supervisor.events_fd)
+                if not self._serving and supervisor.next_event() in (Event.STOP, Event.END):
+                    raise CannotTellError("stopped while it was starting")
+
+    def _has_member(self, server: EtcdServer) -> None:
+        self.etcd = server
+
+    def _undo_start(self) -> None:
+        """A mount that never answered leaves nothing behind: neither an etcd member of its own nor a tmpfs."""
+        if self.etcd is not None and self.etcd.pid is not None:
+            os.kill(self.etcd.pid, signal.SIGTERM)
+        self.staging.close()
+        _remove_tree(self.staging.directory)
+        tmpfs.release(self.options)
+
+    async def _run(self) -> int:
         async with trio.open_nursery() as services:
             self._services = services.cancel_scope
-            catalogue, self.etcd = await start_catalogue(self.options, self.staging.directory, services)
+            if self.supervisor is not None:
+                services.start_soon(self._heed_stop, self.supervisor)
+            catalogue = await start_catalogue(self.options, self.staging.directory, services, self._has_member)
             node = Node(self.options, self.options.node, catalogue, self.staging, self.clock, digest_file)
             await self._start_pfs(services, node)
             store = await self._start_replicas(node)
@@ -375,6 +407,7 @@ class Daemon:
     async def _say_ready(self) -> None:
         if self.supervisor is not None:
             self.supervisor.ready()
+        self._serving = True
         self._answer.tell({"ok": True})
         log.info("mounted %s on %s", self.options.pfs, self.options.mountpoint)
 
@@ -460,6 +493,7 @@ class Daemon:
                 log.warning("left without a word to the catalogue: %s", error)
             while catalogue.view.lives and self.exit_code == 0:  # noqa: ASYNC110
                 await trio.sleep(0.05)
+        self._needed_by = sorted(catalogue.view.lives)
 
     async def _end(self, catalogue: Catalogue) -> None:
         """After the unmount: with nothing left, the fast tiers are given back; else they are kept for recovery."""
@@ -477,7 +511,12 @@ class Daemon:
             return
         if isinstance(catalogue, BuiltinCatalogue):
             catalogue.close()
-        if self.etcd is not None:
+        if self.etcd is not None and self._needed_by:
+            log.warning(
+                "left before %s: this node's etcd member (pid %s) stays for them, and must be ended by hand after them",
+                ", ".join(self._needed_by), self.etcd.pid,
+            )  # fmt: skip
+        elif self.etcd is not None:
             await self.etcd.stop()
         _remove_tree(self.staging.directory)
         if self.options.nvme_directory is not None:
@@ -539,6 +578,10 @@ def first_error(group: BaseException) -> BaseException:
     return group
 
 
+def _interrupt(number: int, frame: object) -> None:
+    raise KeyboardInterrupt
+
+
 def main() -> int:
     """``python -m cachexfs.daemon --ready-fd N`` with the options on standard input."""
     parser = argparse.ArgumentParser(prog="cachexfs.daemon")
@@ -553,6 +596,8 @@ def main() -> int:
         filename=options.log_file, level=options.log_level.upper(),
         format="%(asctime)s %(levelname)s %(name)s: %(message)s",
     )  # fmt: skip
+    # Before the mount answers, SIGTERM must not leave an etcd member behind; later ``_watch_signals`` has it.
+    signal.signal(signal.SIGTERM, _interrupt)
     try:
         daemon = Daemon(options, answer)
         return trio.run(daemon.run)

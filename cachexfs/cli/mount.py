@@ -20,7 +20,7 @@ from cachexfs import tmpfs
 from cachexfs.cli import mounts
 from cachexfs.cli.mount_checks import check_address, check_directories, check_machine, clear_mountpoint, detach
 from cachexfs.cli.options import OPTIONS, load_options
-from cachexfs.cli.output import write_json
+from cachexfs.cli.output import write_error, write_json
 from cachexfs.config import MountOptions, mount_id
 from cachexfs.errors import EXIT_DONE, CacheXError, CannotTellError, UsageError
 from cachexfs.mountpoint import protect, unprotect
@@ -79,6 +79,12 @@ def command(
     check_directories(options, change=not check)
     if not check:
         check_address(options)
+    for entry in mounts.registry(options.runtime_dir):
+        if entry.pfs == options.pfs and entry.job != options.job and mounts.is_alive(entry.pid):
+            write_error(
+                f"warning: {options.pfs} is mounted at {entry.mountpoint} too, by another job: the two mounts do not "
+                "see each other's changes"
+            )
     if check:
         return EXIT_DONE
     return _start(options, foreground, timeout_s, as_json)
