@@ -90,6 +90,7 @@ class Daemon:
         self._retired = False
         self._needed_by: list[str] = []  # nodes that were still there when this one left
         self._serving = False
+        self._control: ControlServer | None = None
         self._services = trio.CancelScope()
         self.exit_code = 0
 
@@ -104,14 +105,6 @@ class Daemon:
             if fresh and not self._serving:
                 self._undo_start()
             raise
-
-    async def _heed_stop(self, supervisor: Supervisor) -> None:
-        """While the mount does not answer yet: end when the supervisor is told to."""
-        while not self._serving:
-            with trio.move_on_after(0.2):
-                await trio.lowlevel.wait_readable(supervisor.events_fd)
-                if not self._serving and supervisor.next_event() in (Event.STOP, Event.END):
-                    raise CannotTellError("stopped while it was starting")
 
     def _has_member(self, server: EtcdServer) -> None:
         self.etcd = server
@@ -128,7 +121,7 @@ class Daemon:
         async with trio.open_nursery() as services:
             self._services = services.cancel_scope
             if self.supervisor is not None:
-                services.start_soon(self._heed_stop, self.supervisor)
+                services.start_soon(self._follow, self.supervisor)
             catalogue = await start_catalogue(self.options, self.staging.directory, services, self._has_member)
             node = Node(self.options, self.options.node, catalogue, self.staging, self.clock, digest_file)
             await self._start_pfs(services, node)
@@ -356,8 +349,7 @@ class Daemon:
         services.start_soon(self._watch_signals, control)
         services.start_soon(self._say_ready)
         services.start_soon(self._stop_when_asked, control)
-        if self.supervisor is not None:
-            services.start_soon(self._follow, self.supervisor, control)
+        self._control = control
         await pyfuse3.main(min_tasks=2, max_tasks=TASKS_MAX)
         pyfuse3.close(unmount=self.supervisor is None)
         if self._retired:
@@ -436,21 +428,23 @@ class Daemon:
         else:
             pyfuse3.terminate()
 
-    async def _follow(self, supervisor: Supervisor, control: ControlServer) -> None:
-        """Do what the supervisor says."""
+    async def _follow(self, supervisor: Supervisor) -> None:
+        """Do what the supervisor says; before the mount answers, any word ends the start."""
         while True:
             await trio.lowlevel.wait_readable(supervisor.events_fd)
-            match supervisor.next_event():
-                case Event.STOP:
-                    await self._stop(control, "the supervisor")
-                case Event.RETIRE:
-                    log.info("another daemon takes over")
-                    self._retired = True
-                    pyfuse3.terminate()
-                    return
-                case Event.END:
-                    pyfuse3.terminate()
-                    return
+            event = supervisor.next_event()
+            if event is None:
+                continue
+            if self._control is None:
+                raise CannotTellError("stopped while it was starting")
+            if event is Event.STOP:
+                await self._stop(self._control, "the supervisor")
+                continue
+            if event is Event.RETIRE:
+                log.info("another daemon takes over")
+                self._retired = True
+            pyfuse3.terminate()
+            return
 
     async def _drain_unmounted(self, parts: Parts) -> None:
         """umount(8) cannot drain: go on without the mount until everything is on the PFS."""
