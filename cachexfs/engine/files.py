@@ -38,6 +38,7 @@ POINTER_BYTES_MAX = 4096
 SPARSE_BYTES_MAX = 16 << 30  # some seconds of reading holes
 WATCH_INTERVAL_S = 0.05
 SETTLE_S = 0.25
+DIGEST_AT_ONCE_BYTES_MAX = 1 << 20  # hashing so little costs less than telling the digest later
 PASS_ROOM_BYTES_MIN = 256 << 20  # what a passed writer may write between two looks, with something to spare
 WRITABLE = os.O_WRONLY | os.O_RDWR
 UNWRITABLE = 1 << 62  # as ``sealed``: every write continues in a private copy
@@ -536,7 +537,8 @@ class Files:
             self._check_size(size)  # the kernel may have grown a passed file
             stage = vnode.stage
             vnode.sealed = max(vnode.sealed, size)
-            if vnode.passed and (vnode.digested is None or vnode.digested[:2] != (version, size)):
+            late = vnode.passed and size > DIGEST_AT_ONCE_BYTES_MAX
+            if late and (vnode.digested is None or vnode.digested[:2] != (version, size)):
                 digest, tree = (
                     b"",
                     b"",
