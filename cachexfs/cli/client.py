@@ -31,6 +31,8 @@ from cachexfs.errors import (
 )
 
 ANSWER_TIMEOUT_S = 10.0
+RESTART_TIMEOUT_S = 10.0  # for a supervisor to start the next daemon
+RETRY_S = 0.05
 LINE_BYTES_MAX = 64 << 20
 REQUEST_BYTES_MAX = 64 << 10
 
@@ -98,13 +100,9 @@ def ask_raw(
     line = json.dumps(request).encode() + b"\n"
     if len(line) > REQUEST_BYTES_MAX:
         raise UsageError("the path is too long")
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
-        connection.settimeout(silence_s)
+    with _connect(entry, silence_s) as connection:
         try:
-            connection.connect(entry.socket)
             connection.sendall(line)
-        except (ConnectionRefusedError, FileNotFoundError):
-            raise dead(entry.mountpoint, entry) from None
         except OSError as error:
             raise _silent(entry, f"does not answer ({error.strerror or 'timed out'})") from None
         for text in _lines(connection, entry, silence_s):
@@ -120,6 +118,37 @@ def ask_raw(
                 raise _BY_EXIT.get(answer.exit, CannotTellError)(answer.error)
             return text
     raise _silent(entry, "ended before it answered")
+
+
+def _connect(entry: mounts.Entry, silence_s: float) -> socket.socket:
+    """A connection to the daemon; while a supervisor starts the next one, wait for that."""
+    deadline_s = time.monotonic() + RESTART_TIMEOUT_S
+    while True:
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        connection.settimeout(silence_s)
+        try:
+            connection.connect(entry.socket)
+        except (ConnectionRefusedError, FileNotFoundError):
+            connection.close()
+            if time.monotonic() > deadline_s or not _is_supervised(entry):
+                raise dead(entry.mountpoint, entry) from None
+            time.sleep(RETRY_S)
+        except OSError as error:
+            connection.close()
+            raise _silent(entry, f"does not answer ({error.strerror or 'timed out'})") from None
+        else:
+            return connection
+
+
+def _is_supervised(entry: mounts.Entry) -> bool:
+    """Whether a supervisor of the mount is alive: it listens beside the daemon's socket."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.settimeout(1.0)
+        try:
+            probe.connect(entry.socket.removesuffix(".sock") + ".supervisor")
+        except OSError:
+            return False
+        return True
 
 
 def _convert(line: bytes, kind: type[T]) -> T:
