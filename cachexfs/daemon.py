@@ -70,6 +70,8 @@ log = logging.getLogger("cachexfs.daemon")
 
 PFS_PROBE_S = 20.0
 FIRST_LOOK_S = 3.0
+READ_AHEAD_KIB = 1024
+READ_AHEAD_DELAY_S = 1.0
 CLOCK_INTERVAL_S = 30.0
 DEPART_S = 5.0
 ALONE_TIMEOUT_S = 60.0  # kernel caching of names and attributes where nobody else can change them
@@ -348,6 +350,7 @@ class Daemon:
         self._write_registry(registry / f"{name}.json", socket)
         services.start_soon(self._watch_signals, control)
         services.start_soon(self._say_ready)
+        services.start_soon(self._read_ahead)
         services.start_soon(self._stop_when_asked, control)
         self._control = control
         await pyfuse3.main(min_tasks=2, max_tasks=TASKS_MAX)
@@ -383,6 +386,18 @@ class Daemon:
             raise CannotTellError(
                 f"FUSE did not mount {options.mountpoint}: {error}; see {options.log_file or 'the messages above'}"
             ) from error
+
+    async def _read_ahead(self) -> None:
+        """Let the kernel read ahead in requests as large as FUSE has them (as root; else it stays at 128 KiB).
+
+        The kernel sets its own value when it gets the answer to INIT, which nothing here can see.
+        """
+        await trio.sleep(READ_AHEAD_DELAY_S)
+        try:
+            with open(f"/sys/class/bdi/{_device(self.options.mountpoint)}/read_ahead_kb", "w") as setting:
+                setting.write(str(READ_AHEAD_KIB))
+        except OSError as error:
+            log.debug("read-ahead stays as it is: %s", error)
 
     def _write_registry(self, path: Path, socket: str) -> None:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
