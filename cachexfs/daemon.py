@@ -394,8 +394,7 @@ class Daemon:
         """
         await trio.sleep(READ_AHEAD_DELAY_S)
         try:
-            with open(f"/sys/class/bdi/{_device(self.options.mountpoint)}/read_ahead_kb", "w") as setting:
-                setting.write(str(READ_AHEAD_KIB))
+            Path(f"/sys/class/bdi/{_device(self.options.mountpoint)}/read_ahead_kb").write_text(str(READ_AHEAD_KIB))
         except OSError as error:
             log.debug("read-ahead stays as it is: %s", error)
 
