@@ -67,6 +67,9 @@ def stale(why: str) -> RootError:
     return RootError(errno.ESTALE, f"PFS_DIR is not the directory that was mounted: {why}")
 
 
+HELD_PREFIX = STATE_DIR + b"/" + HELD_DIR + b"/"
+
+
 def split(path: bytes) -> list[bytes]:
     """The components of a path relative to the PFS directory. Raises OSError (EINVAL) for any other kind of path."""
     if not path:
@@ -262,6 +265,12 @@ class PfsDir:
     def directory(self, path: bytes) -> int:
         """Descriptor (``O_PATH``) of a directory. Raises OSError: ENOENT, ENOTDIR (a symlink, too)."""
         return self._walk(split(path), path)
+
+    def place(self, path: bytes) -> tuple[int, bytes]:
+        """``parent`` of a path, or of a held file, ``.cachexfs/held/<name>``."""
+        if path.startswith(HELD_PREFIX):
+            return self.held(), plain_name(os.fsdecode(path.removeprefix(HELD_PREFIX)))
+        return self.parent(path)
 
     def parent(self, path: bytes) -> tuple[int, bytes]:
         """Descriptor of the directory that holds ``path``, and the last name. EINVAL for the root."""

@@ -12,12 +12,11 @@ import os
 import stat
 from collections.abc import Callable
 
-from cachexfs.adapters.pfs_dir import BESIDE_PREFIX, HELD_DIR, STATE_DIR, PfsDir, fsync_dir, names_in, plain_name
+from cachexfs.adapters.pfs_dir import BESIDE_PREFIX, PfsDir, fsync_dir, names_in, plain_name
 from cachexfs.adapters.pfs_ops import Attrs, Context, set_attrs
 
 _TYPES = {b"p": stat.S_IFIFO, b"s": stat.S_IFSOCK, b"c": stat.S_IFCHR, b"b": stat.S_IFBLK}
 _OWNER_BITS = 0o700
-_HELD = STATE_DIR + b"/" + HELD_DIR + b"/"
 UNKNOWN = -1
 
 
@@ -66,12 +65,12 @@ def _rename(context: Context, pfs: PfsDir, path: bytes, path2: bytes, attrs: Att
 def _unlink(context: Context, pfs: PfsDir, path: bytes, path2: bytes, attrs: Attrs | None, ino: int) -> None:
     """A name that is not there is success. Also of a held file: ``.cachexfs/held/<name>``."""
     try:
-        parent, last = _held(pfs, path.removeprefix(_HELD)) if path.startswith(_HELD) else pfs.parent(path)
+        parent, last = pfs.place(path)
     except FileNotFoundError:
         return
     with contextlib.suppress(FileNotFoundError):
         os.unlink(last, dir_fd=parent)
-        fsync_dir(parent)
+    fsync_dir(parent)  # also for what an earlier attempt removed and did not sync
 
 
 def _rmdir(context: Context, pfs: PfsDir, path: bytes, path2: bytes, attrs: Attrs | None, ino: int) -> None:
@@ -83,7 +82,7 @@ def _rmdir(context: Context, pfs: PfsDir, path: bytes, path2: bytes, attrs: Attr
     try:
         os.rmdir(last, dir_fd=parent)
     except FileNotFoundError:
-        return
+        pass  # an earlier attempt, or somebody else: made durable below
     except OSError as error:
         if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
             raise
@@ -191,6 +190,9 @@ def _hide(context: Context, pfs: PfsDir, path: bytes, path2: bytes, attrs: Attrs
     """rename to ``.cachexfs/held/<path2>``, or beside the file where that is another filesystem. Never over another
     held file."""
     source, target = pfs.parent(path), _held(pfs, path2)
+    if _ino(source[1], source[0]) is None and _ino(target[1], target[0]) is not None:
+        fsync_dir(source[0])  # a former process has done it: the name is of this very generation
+        return
     try:
         _move(context, source, target, ino, over=False)
     except OSError as error:

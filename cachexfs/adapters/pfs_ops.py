@@ -384,7 +384,7 @@ def listing(context: Context, path: bytes) -> None:
 def read(context: Context, path: bytes, offset: int, length: int) -> bytes:
     """See ``Pfs.read``; at most ``READ_BYTES_MAX``. EINVAL for anything but a regular file."""
     with context.open(mutating=False) as pfs:
-        parent, last = pfs.parent(path)
+        parent, last = pfs.place(path)
         flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         fd = pfs.keep(os.open(last, flags, dir_fd=parent))
         if not stat.S_ISREG(os.fstat(fd).st_mode):

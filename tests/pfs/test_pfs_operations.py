@@ -225,6 +225,15 @@ async def test_a_held_file_can_be_removed_and_nothing_else_of_ours(pfs_dir: Path
                 await pool.run("unlink", path, b"", None, LONG_S)
 
 
+async def test_a_held_file_can_be_read_and_hidden_again_by_another_process(pfs_dir: Path) -> None:
+    (pfs_dir / "f").write_bytes(b"commit")
+    async with running(PfsPool(str(pfs_dir))) as pool:
+        await pool.run("hide", b"f", b"name", None, LONG_S)
+    async with running(PfsPool(str(pfs_dir))) as pool:  # its predecessor died before it could tell
+        await pool.run("hide", b"f", b"name", None, LONG_S)
+        assert await pool.read(b".cachexfs/held/name", 0, 100, LONG_S) == b"commit"
+
+
 async def test_attributes_of_the_root(pfs_dir: Path) -> None:
     async with running(PfsPool(str(pfs_dir))) as pool:
         await pool.run("attr", b"", b"", replace(ATTRS, mode=0o750), LONG_S)
