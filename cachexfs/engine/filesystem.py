@@ -37,6 +37,7 @@ log = logging.getLogger(__name__)
 
 BLKSIZE = 128 << 10  # Python's buffer size: with 1 MiB every 4 KiB tail read of a load would read 1 MiB
 STALE_AFTER_S = 5.0
+MEMBERS_PATIENCE_S = 10.0
 COMMIT_BYTES_MAX = 64 << 20  # a rename waits for the partner's copy of files up to this size
 
 
@@ -282,6 +283,7 @@ class Filesystem:
     async def unlink(self, parent: int, name: bytes) -> None:
         """Remove a file."""
         await self._current(parent)
+        await self._know_members(parent, name)
         ctx = self.node.ctx()
         await self._mutate(lambda tx: namespace.unlink(tx, ctx, parent, name))
 
@@ -305,8 +307,32 @@ class Filesystem:
         entry = self.node.catalogue.view.lookup(parent, name)
         if entry is not None and entry.kind == "f":
             await self._protect_before_rename(entry.fid)
+            await self._know_members(parent, name)
+        await self._know_members(parent2, name2)
         ctx = self.node.ctx()
         await self._mutate(lambda tx: namespace.rename(tx, ctx, parent, name, parent2, name2, flags))
+
+    async def _know_members(self, parent: int, name: bytes) -> None:
+        """Before a file that the PFS has changes or goes: find out whether a commit file beside it names it.
+
+        Without knowing, the commit file would have to leave the PFS to be safe, whatever the file is.
+        """
+        view, completeness = self.node.catalogue.view, self.parts.attributes.completeness
+        entry = view.lookup(parent, name)
+        inode = view.inode(entry.fid) if entry is not None else None
+        if inode is None or inode.kind != "f" or (inode.pfs is None and not view.ops_of(entry.fid if entry else 0)):
+            return
+        for commit in view.listers(parent):
+            found = view.lookup(parent, commit)
+            record = view.inode(found.fid) if found is not None else None
+            if found is None or record is None or commit == name or record.pfs is None:
+                continue
+            if completeness.members_of(found.fid, record.pfs.gen) is None and record.pfs.gen == record.gen:
+                try:
+                    with trio.move_on_after(MEMBERS_PATIENCE_S):
+                        await completeness.checkpoint(parent)
+                except (CacheXError, OSError) as error:
+                    log.debug("the members of %r are not known: %s", commit, error)
 
     async def _protect_before_rename(self, fid: int) -> None:
         inode, vnode = self.node.catalogue.view.inode(fid), self.files.known(fid)
@@ -405,6 +431,9 @@ class Filesystem:
 
     async def flush(self, handle: Handle) -> None:
         """close(2) waits for this: publication."""
+        if handle.wrote or handle.passed:
+            for parent, name in self.node.catalogue.view.names_of(handle.vnode.fid)[:1]:
+                await self._know_members(parent, name)
         try:
             await self.files.flush(handle)
         except CatalogueUnavailableError as error:

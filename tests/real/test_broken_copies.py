@@ -71,3 +71,21 @@ def test_staged_bytes_that_went_bad_while_the_daemon_was_dead_do_not_reach_the_p
         cluster.remount(0)
         until("the damage is found", lambda: xattr(mount / "f", "stage") == "lost")
     assert not (cluster.pfs / "f").exists()
+
+
+def test_a_file_that_the_commit_file_does_not_name_may_change_after_a_restart(
+    make_cluster: Callable[..., LocalCluster], templates: tuple[Template, Template]
+) -> None:
+    cluster = make_cluster(1, {"fsync": "returned"})
+    mount = cluster.nodes[0].mountpoint
+    templates[0].save([mount], "step-1")
+    (mount / "step-1/notes").write_bytes(b"one")
+    until_stage(mount / "step-1", "pfs")
+    cluster.kill(0)
+    cluster.remount(0)
+    (mount / "step-1/notes").write_bytes(b"two")
+    until("the new notes are there", lambda: (cluster.pfs / "step-1/notes").read_bytes() == b"two")
+    (mount / "step-1/notes").unlink()
+    until("the notes are gone", lambda: not (cluster.pfs / "step-1/notes").exists())
+    assert templates[0].same_as(cluster.pfs / "step-1") == []
+    assert xattr(mount / "step-1", "restartable") == "pfs"
