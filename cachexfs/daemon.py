@@ -587,7 +587,7 @@ def first_error(group: BaseException) -> BaseException:
 
 
 def _interrupt(number: int, frame: object) -> None:
-    raise KeyboardInterrupt
+    signal.raise_signal(signal.SIGINT)  # trio turns that into a KeyboardInterrupt where it does no harm
 
 
 def main() -> int:
@@ -605,6 +605,7 @@ def main() -> int:
         format="%(asctime)s %(levelname)s %(name)s: %(message)s",
     )  # fmt: skip
     # Before the mount answers, SIGTERM must not leave an etcd member behind; later ``_watch_signals`` has it.
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's "&" has it ignored
     signal.signal(signal.SIGTERM, _interrupt)
     try:
         daemon = Daemon(options, answer)
@@ -615,6 +616,10 @@ def main() -> int:
             log.error("%s", error)
             answer.tell({"ok": False, "error": str(error), "exit": error.exit_code})
             return error.exit_code
+        if isinstance(error, KeyboardInterrupt):
+            log.error("ended by a signal before the mount answered")
+            answer.tell({"ok": False, "error": "ended by a signal", "exit": EXIT_CANNOT_TELL})
+            return EXIT_CANNOT_TELL
         log.exception("the daemon ended")
         why = f"{type(error).__name__}: {error}"
         answer.tell({"ok": False, "error": why, "exit": EXIT_CANNOT_TELL})

@@ -45,6 +45,11 @@ def prepare(options: MountOptions) -> str:
     return directory
 
 
+def is_in_use(options: MountOptions) -> bool:
+    """Whether staging belongs to a mount, alive or dead."""
+    return os.path.exists(os.path.join(staging_directory(options), PFS_TOKEN))
+
+
 def release(options: MountOptions) -> None:
     """Undo ``prepare``. A directory that the user gave, or that is not empty, stays."""
     if options.staging is not None:

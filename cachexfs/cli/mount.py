@@ -103,6 +103,7 @@ def _start(options: MountOptions, foreground: bool, timeout_s: float, as_json: b
         except OSError as error:
             raise UsageError(f"cannot write the log '{options.log_file}': {error.strerror}") from None
     answer_path = None
+    fresh = not tmpfs.is_in_use(options)
     try:
         staging = tmpfs.prepare(options)
     except OSError as error:
@@ -143,6 +144,8 @@ def _start(options: MountOptions, foreground: bool, timeout_s: float, as_json: b
     except BaseException:
         _stop(daemon, options.mountpoint)
         unprotect(options.mountpoint)
+        if fresh and not tmpfs.is_in_use(options):
+            tmpfs.release(options)
         raise
     finally:
         os.close(reader)

@@ -19,7 +19,7 @@ from cachexfs.cli.child import run_in_child
 from cachexfs.cli.protocol import Pong
 from cachexfs.config import MountOptions
 from cachexfs.errors import CannotTellError, UsageError
-from cachexfs.tmpfs import PFS_TOKEN, staging_directory
+from cachexfs.tmpfs import is_in_use
 
 PFS_TIMEOUT_S = 10.0
 UMOUNT_TIMEOUT_S = 5.0
@@ -161,7 +161,7 @@ def check_directories(options: MountOptions, change: bool) -> None:
 
 def _adopts(options: MountOptions) -> bool:
     """Whether staging holds what a dead mount left: that is adopted, whatever state the PFS is in."""
-    return os.path.exists(os.path.join(staging_directory(options), PFS_TOKEN))
+    return is_in_use(options)
 
 
 def _check_pfs(path: str) -> None:

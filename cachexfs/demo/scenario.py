@@ -146,7 +146,7 @@ class Scenario:
                 restored = ranks.resume(self._paths(survivors))
                 restore_ms = _ms_since(began)
             with self._doing("ask the survivors where the bytes came from"):
-                rows = self._source_rows(survivors[0], before, self._sources(survivors))
+                rows = self._source_rows(survivors[0], self.cluster.nodes[lost].name, before, self._sources(survivors))
                 states = [self.cluster.status(index).pfs_state for index in survivors]
             self.report.restored = Restored(
                 lost=self.cluster.nodes[lost].name,
@@ -206,7 +206,7 @@ class Scenario:
         return total
 
     def _source_rows(
-        self, survivor: int, before: dict[tuple[str, str], int], after: dict[tuple[str, str], int]
+        self, survivor: int, lost: str, before: dict[tuple[str, str], int], after: dict[tuple[str, str], int]
     ) -> list[SourceRow]:
         """What each file's bytes came from since ``before``. A file that was fetched only earlier came from a cache."""
         assert self.report.saved
@@ -218,7 +218,8 @@ class Scenario:
             fetched = {source: n for source, n in read.items() if n > 0}
             earlier = sum(n for (name, _), n in before.items() if name == row.name)
             copies = (xattr(directory / row.name, "holders") or "").split(",")
-            copies = [copy for copy in copies if ":" in copy]  # without the PFS, which is away
+            # without the PFS, which is away, and the killed node, whose lease may not have ended yet
+            copies = [copy for copy in copies if ":" in copy and not copy.startswith(f"{lost}:")]
             rows.append(SourceRow(row.name, row.node, copies, fetched or ({CACHE: earlier} if earlier else {})))
         return rows
 
