@@ -101,7 +101,10 @@ class BoundaryWatcher:
         value = xattr(self.directory, "restartable")  # before the listing: what it speaks of is then listed
         if value:
             self.seen.restartable.setdefault(value, time.time())
-        for name in os.listdir(self.directory):
+        names = os.listdir(self.directory)
+        for gone in set(self.seen.stages) - set(names):  # a temporary name may have been at pfs before its rename
+            del self.seen.stages[gone]
+        for name in names:
             if "pfs" not in self.seen.stages.get(name, {}):
                 self._note(name)
         return value == "pfs" and all("pfs" in stages for stages in self.seen.stages.values())
