@@ -42,7 +42,7 @@ from cachexfs.control_server import ControlServer
 from cachexfs.core import manifest as manifests
 from cachexfs.core import namespace
 from cachexfs.core import records as rec
-from cachexfs.core.namespace import NewAttrs
+from cachexfs.core.changes import NewAttrs
 from cachexfs.core.records import FID_STEP, FORMAT_VERSION, ROOT_FID, Job, Life
 from cachexfs.core.replica import Tx
 from cachexfs.engine import recover

@@ -20,7 +20,7 @@ from functools import partial
 import trio
 
 from cachexfs.core import manifest as manifests
-from cachexfs.core import namespace
+from cachexfs.core import publication
 from cachexfs.core.digest import BLOCK_BYTES, block_count, block_digest, block_length, split_blocks, tree_digest
 from cachexfs.core.records import Copy, Generation, OpKind
 from cachexfs.engine.files import copy_bytes
@@ -247,7 +247,7 @@ class Reader:
         log.warning("copies of %r dropped: %s", self.path(fid), "; ".join(reasons))
         ctx = self.node.ctx()
         why = f"bad or missing copy: {'; '.join(reasons)}"
-        await self.node.catalogue.mutate(lambda tx: namespace.drop_copies(tx, ctx, fid, content.gen, bad, why))
+        await self.node.catalogue.mutate(lambda tx: publication.drop_copies(tx, ctx, fid, content.gen, bad, why))
 
 
 async def _read_local(path: str | None, offset: int, length: int) -> bytes:

@@ -20,9 +20,9 @@ from dataclasses import dataclass, field
 import msgspec
 import trio
 
-from cachexfs.core import namespace
+from cachexfs.core import publication
 from cachexfs.core import records as rec
-from cachexfs.core.namespace import errno_name, finish_op
+from cachexfs.core.changes import errno_name, finish_op
 from cachexfs.core.order import PendingOrder
 from cachexfs.core.records import AnyRecord, DirTimes, Generation, Inode, Op, OpKind, PfsCopy
 from cachexfs.core.replica import Tx
@@ -219,7 +219,7 @@ class Drainer:
         if op.kind == OpKind.PUT:
             ctx = self.node.ctx()
             try:
-                await self.node.catalogue.mutate(lambda tx: namespace.note_error(tx, ctx, op.fid, text))
+                await self.node.catalogue.mutate(lambda tx: publication.note_error(tx, ctx, op.fid, text))
             except CacheXError as unavailable:
                 log.warning("the error could not be recorded: %s", unavailable)
 

@@ -23,10 +23,10 @@ from dataclasses import dataclass, field
 
 import trio
 
-from cachexfs.core import namespace
+from cachexfs.core import namespace, publication
 from cachexfs.core.commitfiles import is_pointer_name, pointer_target
-from cachexfs.core.namespace import Content
 from cachexfs.core.order import parent_of
+from cachexfs.core.publication import Content
 from cachexfs.core.records import FID_STEP, Copy, Generation, Inode
 from cachexfs.engine.interfaces import ContentSource, Synced
 from cachexfs.engine.node import Node
@@ -403,7 +403,7 @@ class Files:
         if vnode.dirty or vnode.removed or content.tree or not content.size or vnode.fd < 0:
             return
         digest, tree, _ = await self.node.digests(vnode.fd, content.size)
-        await self.node.catalogue.mutate(lambda tx: namespace.complete(tx, vnode.fid, content, digest, tree))
+        await self.node.catalogue.mutate(lambda tx: publication.complete(tx, vnode.fid, content, digest, tree))
         generation = self.node.catalogue.view.generation(vnode.fid)
         if generation is not None and generation.gen == content.gen:
             vnode.content = generation
@@ -458,7 +458,7 @@ class Files:
             first = not vnode.dirty
             if first and vnode.content.size and not vnode.removed:
                 ctx = self.node.ctx()
-                await self.node.catalogue.mutate(lambda tx: namespace.begin_change(tx, ctx, vnode.fid))
+                await self.node.catalogue.mutate(lambda tx: publication.begin_change(tx, ctx, vnode.fid))
             if vnode.backed and not vnode.passed and offset < vnode.sealed:
                 await self._move_published(vnode)
                 return
@@ -551,7 +551,7 @@ class Files:
             )
             ctx, base = self.node.ctx(), vnode.content.gen
             published = await self.node.catalogue.mutate(
-                lambda tx: namespace.publish(tx, ctx, vnode.fid, base, content)
+                lambda tx: publication.publish(tx, ctx, vnode.fid, base, content)
             )
             if published is None:
                 self._abandon(vnode)
@@ -670,7 +670,7 @@ class Files:
             await self.publish(vnode)
         elif vnode.content.open and (handle.writable or not vnode.writers) and not vnode.dirty and not vnode.removed:
             ctx = self.node.ctx()
-            await self.node.catalogue.mutate(lambda tx: namespace.close_created(tx, ctx, vnode.fid))
+            await self.node.catalogue.mutate(lambda tx: publication.close_created(tx, ctx, vnode.fid))
             generation = self.node.catalogue.view.generation(vnode.fid)
             vnode.content = generation if generation is not None else vnode.content
             self.on_released(vnode.fid)

@@ -17,9 +17,9 @@ from dataclasses import dataclass
 
 import trio
 
-from cachexfs.core import namespace
+from cachexfs.core import attrs, changes, namespace
 from cachexfs.core.boundary import Boundary
-from cachexfs.core.namespace import NewAttrs
+from cachexfs.core.changes import NewAttrs
 from cachexfs.core.order import parent_of
 from cachexfs.core.records import FID_STEP, Inode, OpKind
 from cachexfs.core.replica import Tx
@@ -157,7 +157,7 @@ class Filesystem:
     async def lookup(self, parent: int, name: bytes) -> Attr:
         """The entry ``name`` of a directory. Raises ENOENT (never a cached negative)."""
         fresh = await self._current(parent)
-        if len(name) > namespace.NAME_BYTES_MAX:
+        if len(name) > changes.NAME_BYTES_MAX:
             raise FsError(errno.ENAMETOOLONG)
         if name in (b".", b".."):
             return await self._dot(parent, name)
@@ -239,7 +239,7 @@ class Filesystem:
         handle = self.files.open(vnode, flags)
         return handle, self._entry(fid, "f")
 
-    async def make(self, function: Callable[[Tx, namespace.Ctx], tuple[int, Inode]], parent: int) -> Attr:
+    async def make(self, function: Callable[[Tx, changes.Ctx], tuple[int, Inode]], parent: int) -> Attr:
         """Run a creating change (mkdir, symlink, mknod) and return the new entry."""
         await self._current(parent)
         ctx = self.node.ctx()
@@ -365,12 +365,12 @@ class Filesystem:
             ctx = self.node.ctx()
             if self.node.catalogue.view.inode(fid) is not None:
                 await self._mutate(
-                    lambda tx: namespace.set_attrs(
+                    lambda tx: attrs.set_attrs(
                         tx, ctx, fid, mode=mode, uid=uid, gid=gid, atime_ns=atime_ns, mtime_ns=mtime_ns
                     )
                 )
             elif vnode is not None and vnode.last is not None:
-                vnode.last = namespace.changed(
+                vnode.last = attrs.changed(
                     vnode.last, ctx, mode=mode, uid=uid, gid=gid, atime_ns=atime_ns, mtime_ns=mtime_ns
                 )
                 self.files.keep_last(vnode)
@@ -424,10 +424,10 @@ class Filesystem:
 
     async def _drop_set_id(self, fid: int) -> None:
         inode = self.node.catalogue.view.inode(fid)
-        kept = namespace.without_set_id(inode.mode) if inode is not None else 0
+        kept = attrs.without_set_id(inode.mode) if inode is not None else 0
         if inode is not None and kept != inode.mode:
             ctx = self.node.ctx()
-            await self._mutate(lambda tx: namespace.set_attrs(tx, ctx, fid, mode=kept))
+            await self._mutate(lambda tx: attrs.set_attrs(tx, ctx, fid, mode=kept))
 
     async def flush(self, handle: Handle) -> None:
         """close(2) waits for this: publication."""
@@ -523,7 +523,7 @@ class Filesystem:
             raise FsError(errno.ENOTSUP)
         await self._current()
         ctx, fid = self.node.ctx(), self._fid(ino)
-        await self._mutate(lambda tx: namespace.set_xattr(tx, ctx, fid, name, value))
+        await self._mutate(lambda tx: attrs.set_xattr(tx, ctx, fid, name, value))
 
     async def xattrs(self, ino: int) -> dict[bytes, bytes]:
         """All ``user.cachex.*`` attributes of a file or directory."""

@@ -12,7 +12,7 @@ import logging
 
 import trio
 
-from cachexfs.core import namespace
+from cachexfs.core import publication
 from cachexfs.core.records import AnyRecord, Generation, Inode, Op
 from cachexfs.core.replica import Tx
 from cachexfs.core.stages import parse_stage
@@ -134,7 +134,7 @@ class Keeper:
         gone = {(self.node.name, self.node.staging.store)}
 
         def forget(tx: Tx) -> None:
-            namespace.forget_copies(tx, fid, gone)
+            publication.forget_copies(tx, fid, gone)
 
         try:
             await self.node.catalogue.mutate(forget)

@@ -16,7 +16,7 @@ import trio
 
 from cachexfs.config import MountOptions
 from cachexfs.core.boundary import Boundary, boundary_of
-from cachexfs.core.namespace import Ctx
+from cachexfs.core.changes import Ctx
 from cachexfs.core.records import FID_STEP, ROOT_FID, Copy, Inode
 from cachexfs.engine.interfaces import Catalogue, Clock, Peers, Pfs, ReplicaHolder, StagingArea
 

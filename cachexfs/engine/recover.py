@@ -14,9 +14,9 @@ from collections.abc import Mapping
 import msgspec
 import trio
 
-from cachexfs.core import namespace
+from cachexfs.core import publication
 from cachexfs.core import records as rec
-from cachexfs.core.namespace import Content
+from cachexfs.core.publication import Content
 from cachexfs.core.records import AnyRecord, Copy, Inode, Life
 from cachexfs.core.replica import Tx
 from cachexfs.core.stages import parse_stage
@@ -58,7 +58,7 @@ async def adopt(node: Node, keeper: Keeper, files: Files, open_files: Mapping[in
             continue  # goes on writing; a note without bytes is a leftover, and a replayed write makes it anew
         if isinstance(record, rec.Generation) and record.open and record.origin == node.name:
             fid, ctx = int(key[2:], 16), node.ctx()
-            await node.catalogue.mutate(lambda tx: namespace.close_created(tx, ctx, fid))  # noqa: B023
+            await node.catalogue.mutate(lambda tx: publication.close_created(tx, ctx, fid))  # noqa: B023
         elif isinstance(record, Inode) and record.writing == node.name:
             await node.catalogue.mutate(_clear_writing(int(key[2:], 16), node.name))
 
@@ -97,7 +97,7 @@ async def check_stage(node: Node, stage: str) -> bool:
         why = f"the bytes on node {node.name} are damaged: their digest is wrong"
         ctx = node.ctx()
         gone = [(node.name, store) for store in stores]
-        await node.catalogue.mutate(lambda tx: namespace.drop_copies(tx, ctx, fid, content.gen, gone, why))
+        await node.catalogue.mutate(lambda tx: publication.drop_copies(tx, ctx, fid, content.gen, gone, why))
         log.error("%s: %s", stage, why)
     return good
 
@@ -129,7 +129,7 @@ async def _adopt_one(node: Node, keeper: Keeper, stage: str, fid: int, gen: int)
             gone = {(node.name, node.staging.store)}
             ctx = node.ctx()
             why = f"the staged file on node {node.name} is damaged: {size} of {generation.size} bytes"
-            await node.catalogue.mutate(lambda tx: namespace.drop_copies(tx, ctx, fid, generation.gen, gone, why))
+            await node.catalogue.mutate(lambda tx: publication.drop_copies(tx, ctx, fid, generation.gen, gone, why))
             log.error("%s: %s", stage, why)
             return
         if generation.stage == stage and not generation.tree:
@@ -152,7 +152,7 @@ async def _complete(node: Node, stage: str, fid: int, generation: rec.Generation
         digest, tree, _ = await node.digests(fd, generation.size)
     finally:
         os.close(fd)
-    await node.catalogue.mutate(lambda tx: namespace.complete(tx, fid, generation, digest, tree))
+    await node.catalogue.mutate(lambda tx: publication.complete(tx, fid, generation, digest, tree))
 
 
 async def _publish(node: Node, stage: str, fid: int, base: int, size: int) -> None:
@@ -165,7 +165,7 @@ async def _publish(node: Node, stage: str, fid: int, base: int, size: int) -> No
     copies = (Copy(node.name, node.staging.store, "memory", node.clock.now_s()),) if size else ()
     content = Content(size, digest, tree, stage if size else "", copies, mtime_ns)
     ctx = node.ctx()
-    published = await node.catalogue.mutate(lambda tx: namespace.publish(tx, ctx, fid, base, content))
+    published = await node.catalogue.mutate(lambda tx: publication.publish(tx, ctx, fid, base, content))
     if published is None or not size:
         node.staging.remove(stage)
     else:
@@ -239,6 +239,6 @@ class Takeover:
             tuple(c for c in synced.copies if self.node.valid(c)), inode.mtime_ns,
         )  # fmt: skip
         ctx = self.node.ctx()
-        await self.node.catalogue.mutate(lambda tx: namespace.publish(tx, ctx, fid, base, content))
+        await self.node.catalogue.mutate(lambda tx: publication.publish(tx, ctx, fid, base, content))
         await self.node.catalogue.mutate(_clear_writing(fid, dead))
         log.info("published what the last fsync on the lost node %s had made safe of %x", dead, fid)

@@ -19,7 +19,7 @@ import msgspec
 import trio
 
 from cachexfs.core import manifest as manifests
-from cachexfs.core import namespace
+from cachexfs.core import publication
 from cachexfs.core import records as rec
 from cachexfs.core.commitfiles import is_commit_name, is_pointer_name, pointer_target
 from cachexfs.core.digest import BLOCK_BYTES, block_digest
@@ -230,7 +230,7 @@ class Replicator:
         log.warning("%r: %s", self.reader.path(fid), error)
         ctx = self.node.ctx()
         try:
-            await self.node.catalogue.mutate(lambda tx: namespace.note_error(tx, ctx, fid, error))
+            await self.node.catalogue.mutate(lambda tx: publication.note_error(tx, ctx, fid, error))
         except CacheXError as unavailable:
             log.warning("the error could not be recorded: %s", unavailable)
 
@@ -258,7 +258,7 @@ class Replicator:
                 os.close(fd)
             self._sent.pop((name, content.stage), None)
             ctx, copy = self.node.ctx(), Copy(name, store, "nvme", self.node.clock.now_s())
-            await self.node.catalogue.mutate(lambda tx: namespace.add_copy(tx, ctx, fid, content.gen, copy))  # noqa: B023
+            await self.node.catalogue.mutate(lambda tx: publication.add_copy(tx, ctx, fid, content.gen, copy))  # noqa: B023
             now = view.inode(fid)
             if now is not None and (self.reader.path(fid) != manifest.path or _outdates(inode, now)):
                 self._renew(fid)  # renamed or changed while it was sent
@@ -269,7 +269,7 @@ class Replicator:
         gone = [(self.node.name, store) for store in stores]
         ctx = self.node.ctx()
         why = f"the copy on node {self.node.name} is damaged or gone"
-        await self.node.catalogue.mutate(lambda tx: namespace.drop_copies(tx, ctx, fid, content.gen, gone, why))
+        await self.node.catalogue.mutate(lambda tx: publication.drop_copies(tx, ctx, fid, content.gen, gone, why))
 
     async def sync(self, vnode: Vnode) -> None:
         """fsync before publication: what is in the file now is at the partner, synced, when this returns.
@@ -299,7 +299,9 @@ class Replicator:
             vnode.synced = Synced(version, size, tuple(copies))
         ctx, fid = self.node.ctx(), vnode.fid
         await self.node.catalogue.mutate(
-            lambda tx: namespace.note_synced(tx, ctx, fid, base_gen, stage, size, digests[0], digests[1], tuple(copies))
+            lambda tx: publication.note_synced(
+                tx, ctx, fid, base_gen, stage, size, digests[0], digests[1], tuple(copies)
+            )
         )
 
     def _manifest(

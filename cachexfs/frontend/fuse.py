@@ -22,7 +22,7 @@ import pyfuse3
 import trio
 from pyfuse3 import EntryAttributes, FileInfo, FUSEError
 
-from cachexfs.core.namespace import NewAttrs
+from cachexfs.core.changes import NewAttrs
 from cachexfs.core.records import ROOT_FID
 from cachexfs.engine.attributes import PREFIX
 from cachexfs.engine.files import Handle

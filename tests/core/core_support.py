@@ -6,10 +6,11 @@ import errno
 from collections.abc import Callable, Collection
 from typing import TypeVar
 
-from cachexfs.core import namespace
+from cachexfs.core import namespace, publication
+from cachexfs.core.changes import Ctx, NewAttrs
 from cachexfs.core.commitfiles import is_unfinished_marker
-from cachexfs.core.namespace import Content, Ctx, NewAttrs
 from cachexfs.core.order import lists_members
+from cachexfs.core.publication import Content
 from cachexfs.core.records import ROOT_FID, AnyRecord, Generation, Inode, Job, Op, OpKind, encode
 from cachexfs.core.replica import Change, Replica, Tx
 from cachexfs.errors import FsError
@@ -84,7 +85,7 @@ class Names:
         fid = self.find(path)
         base = self.generation(fid).gen
         content = Content(size, DIGEST, DIGEST, stage or f"{fid:x}.{base + 1:x}.0", (), self.time_ns, target)
-        made = self.mutate(lambda tx: namespace.publish(tx, self.ctx(), fid, base, content))
+        made = self.mutate(lambda tx: publication.publish(tx, self.ctx(), fid, base, content))
         assert made is not None
         return made.gen
 

@@ -7,7 +7,7 @@ import errno
 import pytest
 from core_support import Names
 
-from cachexfs.core import namespace
+from cachexfs.core import attrs, namespace
 from cachexfs.core.records import OpKind
 from cachexfs.errors import FsError
 
@@ -114,10 +114,10 @@ def test_commit_files_are_found_without_a_walk(names: Names) -> None:
 
 def test_user_attributes_are_bounded(names: Names) -> None:
     fid = names.write(b"a")
-    names.mutate(lambda tx: namespace.set_xattr(tx, names.ctx(), fid, b"user.a", b"1"))
+    names.mutate(lambda tx: attrs.set_xattr(tx, names.ctx(), fid, b"user.a", b"1"))
     assert dict(names.inode(b"a").xattrs) == {b"user.a": b"1"}
     with pytest.raises(FsError) as caught:
-        names.mutate(lambda tx: namespace.set_xattr(tx, names.ctx(), fid, b"user.b", bytes(64 << 10)))
+        names.mutate(lambda tx: attrs.set_xattr(tx, names.ctx(), fid, b"user.b", bytes(64 << 10)))
     assert caught.value.errno == errno.ENOSPC
-    names.mutate(lambda tx: namespace.set_xattr(tx, names.ctx(), fid, b"user.a", None))
+    names.mutate(lambda tx: attrs.set_xattr(tx, names.ctx(), fid, b"user.a", None))
     assert names.inode(b"a").xattrs == ()

@@ -9,8 +9,10 @@ import msgspec
 import pytest
 from core_support import ATTRS, DIGEST, Names, on_pfs
 
-from cachexfs.core import namespace
-from cachexfs.core.namespace import Content, NewAttrs, resolve
+from cachexfs.core import attrs, namespace, publication
+from cachexfs.core.changes import NewAttrs
+from cachexfs.core.namespace import resolve
+from cachexfs.core.publication import Content
 from cachexfs.core.records import ROOT_FID, Copy, DirTimes, Inode, Life, OpKind, inode_key, life_key, times_key
 from cachexfs.errors import FsError
 
@@ -33,9 +35,9 @@ def test_a_created_file_is_visible_at_once_and_not_drained_while_it_is_open(name
     assert names.generation(fid).open
     assert names.ops() == []
     assert names.inode(b"a").t_returned_s > 0
-    names.mutate(lambda tx: namespace.close_created(tx, names.ctx(), fid))
+    names.mutate(lambda tx: publication.close_created(tx, names.ctx(), fid))
     assert names.ops() == [("put", b"a")]
-    names.mutate(lambda tx: namespace.close_created(tx, names.ctx(), fid))
+    names.mutate(lambda tx: publication.close_created(tx, names.ctx(), fid))
     assert names.ops() == [("put", b"a")]
 
 
@@ -68,7 +70,7 @@ def test_a_file_is_no_directory(names: Names) -> None:
 
 def test_setgid_is_inherited(names: Names) -> None:
     names.mkdir(b"d")
-    names.mutate(lambda tx: namespace.set_attrs(tx, names.ctx(), names.find(b"d"), mode=0o2775, gid=77))
+    names.mutate(lambda tx: attrs.set_attrs(tx, names.ctx(), names.find(b"d"), mode=0o2775, gid=77))
     names.create(b"d/f")
     names.mkdir(b"d/e")
     assert names.inode(b"d/f").gid == 77
@@ -225,11 +227,11 @@ def test_children_keep_the_path_of_their_own_time(names: Names) -> None:
 def test_the_last_publication_wins_and_a_conflict_is_told(names: Names) -> None:
     fid = names.write(b"a")
     content = Content(5, DIGEST, DIGEST, "s", (), 7)
-    made = names.mutate(lambda tx: namespace.publish(tx, names.ctx(), fid, 1, content))
+    made = names.mutate(lambda tx: publication.publish(tx, names.ctx(), fid, 1, content))
     assert made is not None
     assert (made.gen, made.conflict) == (3, "n0")
     assert names.inode(b"a").size == 5
-    made = names.mutate(lambda tx: namespace.publish(tx, names.ctx(), fid, 3, content))
+    made = names.mutate(lambda tx: publication.publish(tx, names.ctx(), fid, 3, content))
     assert made is not None
     assert made.conflict == ""
 
@@ -238,7 +240,7 @@ def test_what_was_removed_is_not_published(names: Names) -> None:
     fid = names.create(b"a")
     names.unlink(b"a")
     assert (
-        names.mutate(lambda tx: namespace.publish(tx, names.ctx(), fid, 1, Content(5, DIGEST, DIGEST, "s", (), 7)))
+        names.mutate(lambda tx: publication.publish(tx, names.ctx(), fid, 1, Content(5, DIGEST, DIGEST, "s", (), 7)))
         is None
     )
     assert names.ops() == []
@@ -257,7 +259,7 @@ def test_a_new_generation_has_reached_nothing(names: Names) -> None:
 
 def test_begin_change_is_told_until_published(names: Names) -> None:
     fid = names.write(b"a")
-    names.mutate(lambda tx: namespace.begin_change(tx, names.ctx(), fid))
+    names.mutate(lambda tx: publication.begin_change(tx, names.ctx(), fid))
     assert names.inode(b"a").writing == "n0"
     names.publish(b"a")
     assert names.inode(b"a").writing == ""
@@ -277,13 +279,13 @@ def test_partner_is_reached_with_enough_live_copies(names: Names) -> None:
     names.mutate(lambda tx: [tx.put(life_key(n), Life(n, "")) for n in ("n0", "n1")])
     fid = names.write(b"a")
     memory, nvme = Copy("n0", "m0", "memory", 1.0), Copy("n1", "v1", "nvme", 2.0)
-    names.mutate(lambda tx: namespace.add_copy(tx, names.ctx(), fid, 2, memory))
+    names.mutate(lambda tx: publication.add_copy(tx, names.ctx(), fid, 2, memory))
     assert names.inode(b"a").t_partner_s == 0
-    names.mutate(lambda tx: namespace.add_copy(tx, names.ctx(), fid, 1, nvme))  # of an older generation
+    names.mutate(lambda tx: publication.add_copy(tx, names.ctx(), fid, 1, nvme))  # of an older generation
     assert names.inode(b"a").copies == (memory,)
-    names.mutate(lambda tx: namespace.add_copy(tx, names.ctx(), fid, 2, nvme))
+    names.mutate(lambda tx: publication.add_copy(tx, names.ctx(), fid, 2, nvme))
     assert names.inode(b"a").t_partner_s > 0
-    names.mutate(lambda tx: namespace.drop_copies(tx, names.ctx(), fid, 2, [("n1", "v1")], "gone"))
+    names.mutate(lambda tx: publication.drop_copies(tx, names.ctx(), fid, 2, [("n1", "v1")], "gone"))
     inode = names.inode(b"a")
     assert (inode.copies, inode.t_partner_s, inode.error) == ((memory,), 0.0, "gone")
 
@@ -371,20 +373,20 @@ def test_a_withdrawn_file_that_is_replaced_is_removed_from_where_it_is_held(name
 # ---- attributes
 def test_attributes_of_a_file_follow_what_is_on_the_pfs(names: Names) -> None:
     fid = names.write(b"a")
-    names.mutate(lambda tx: namespace.set_attrs(tx, names.ctx(), fid, mode=0o600))
-    names.mutate(lambda tx: namespace.set_attrs(tx, names.ctx(), fid, mtime_ns=5))
+    names.mutate(lambda tx: attrs.set_attrs(tx, names.ctx(), fid, mode=0o600))
+    names.mutate(lambda tx: attrs.set_attrs(tx, names.ctx(), fid, mtime_ns=5))
     assert [kind for kind, _ in names.ops(attrs=True) if kind == OpKind.ATTR] == [OpKind.ATTR]
     assert (names.inode(b"a").mode, names.inode(b"a").mtime_ns) == (0o600, 5)
 
 
 def test_attributes_of_a_directory(names: Names) -> None:
     fid = names.mkdir(b"d")
-    names.mutate(lambda tx: namespace.set_attrs(tx, names.ctx(), fid, mode=0o700, uid=3, gid=4, mtime_ns=5))
+    names.mutate(lambda tx: attrs.set_attrs(tx, names.ctx(), fid, mode=0o700, uid=3, gid=4, mtime_ns=5))
     times = names.view.dir_times(fid)
     assert times is not None
     assert times.mtime_ns == 5
     assert names.inode(b"d").mode == 0o700
-    refused(errno.ENOENT, lambda: names.mutate(lambda tx: namespace.set_attrs(tx, names.ctx(), 12288, mode=1)))
+    refused(errno.ENOENT, lambda: names.mutate(lambda tx: attrs.set_attrs(tx, names.ctx(), 12288, mode=1)))
 
 
 def test_the_root_is_made_once(names: Names) -> None:

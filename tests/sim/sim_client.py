@@ -18,7 +18,7 @@ import trio
 from sim_check import Checkers, Violation
 from sim_life import Life, Outcome
 
-from cachexfs.core.namespace import NewAttrs
+from cachexfs.core.changes import NewAttrs
 from cachexfs.core.records import ROOT_FID
 from cachexfs.engine.files import Handle
 from cachexfs.engine.filesystem import Attr, Filesystem

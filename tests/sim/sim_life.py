@@ -21,7 +21,7 @@ from cachexfs.adapters.staging import Staging
 from cachexfs.config import MountOptions
 from cachexfs.core import namespace
 from cachexfs.core import records as rec
-from cachexfs.core.namespace import NewAttrs
+from cachexfs.core.changes import NewAttrs
 from cachexfs.core.records import FORMAT_VERSION, ROOT_FID, Job
 from cachexfs.core.records import Life as LifeRecord
 from cachexfs.core.replica import Tx

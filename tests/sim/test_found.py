@@ -19,7 +19,7 @@ from sim_run import inline_threads
 from sim_store import Store
 
 from cachexfs.config import MountOptions
-from cachexfs.core.namespace import NewAttrs
+from cachexfs.core.changes import NewAttrs
 from cachexfs.core.records import ROOT_FID, OpKind
 from cachexfs.engine.files import Handle
 from cachexfs.engine.filesystem import Filesystem

@@ -1,0 +1,188 @@
+"""The changes of contents: a new generation, its copies, and what was made safe before it is published.
+
+Role: pure; see ``changes``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+import msgspec
+
+from cachexfs.core.changes import EMPTY_DIGEST, Ctx, issue, join, path_of
+from cachexfs.core.claims import withdraw_commits
+from cachexfs.core.commitfiles import is_commit_name, is_pointer_name
+from cachexfs.core.order import parent_of
+from cachexfs.core.records import Copy, Generation, Op, OpKind, Synced, generation_key, inode_key
+from cachexfs.core.replica import Tx
+
+
+def begin_change(tx: Tx, ctx: Ctx, fid: int) -> None:
+    """Note that published content is being changed here: what names it stops being restartable.
+
+    Called before the change; the publication of the change takes the note away.
+    """
+    inode = tx.inode(fid)
+    if inode is not None and inode.writing != ctx.node:
+        tx.put(inode_key(fid), msgspec.structs.replace(inode, writing=ctx.node))
+
+
+@dataclass(frozen=True, slots=True)
+class Content:
+    """What a publication says of the bytes. ``target`` is where a tracker's content points, relative to the
+    mount; ``copies`` are those that are whole at this moment."""
+
+    size: int
+    digest: bytes
+    tree: bytes
+    stage: str
+    copies: tuple[Copy, ...]
+    mtime_ns: int
+    target: bytes | None = None
+
+
+def publish(tx: Tx, ctx: Ctx, fid: int, base_gen: int, content: Content) -> Generation | None:
+    """Make a new generation visible and issue its drain. None when the file was removed meanwhile.
+
+    The last publication wins; one whose base is not the current generation is marked as a conflict.
+    """
+    inode = tx.inode(fid)
+    before = tx.generation(fid)
+    names = tx.names_of(fid)
+    if inode is None or before is None or not names:
+        return None
+    path = path_of(tx, fid)
+    conflict = before.origin if before.gen != base_gen else ""
+    gen = before.gen + 1
+    new = msgspec.structs.replace(
+        inode,
+        size=content.size,
+        gen=gen,
+        origin=ctx.node,
+        copies=content.copies,
+        writing="" if inode.writing in ("", ctx.node) else inode.writing,
+        synced=None,
+        mtime_ns=content.mtime_ns,
+        ctime_ns=ctx.now_ns,
+        t_returned_s=ctx.now_s,
+        t_partner_s=ctx.now_s if _at_partner(tx, content) else 0.0,
+        t_pfs_s=0.0,
+        error="",
+    )
+    tx.put(inode_key(fid), new)
+    generation = Generation(gen, content.size, content.digest, content.tree, content.stage, ctx.node, conflict=conflict)
+    tx.put(generation_key(fid), generation)
+    if inode.pfs is not None or tx.ops_of(fid):
+        for parent, name in names:
+            withdraw_commits(tx, ctx, parent, path_of(tx, parent), name)
+    _issue_put(tx, ctx, fid, path, gen, content)
+    return generation
+
+
+def _issue_put(tx: Tx, ctx: Ctx, fid: int, path: bytes, gen: int, content: Content) -> None:
+    name = path.rpartition(b"/")[2]
+    commit = is_commit_name(name)
+    op = Op(
+        OpKind.PUT, path, ctx.node, fid=fid, gen=gen, commit=commit, below=parent_of(path) if commit else b"",
+        target=content.target if is_pointer_name(name) else None, size=content.size, stage=content.stage,
+    )  # fmt: skip
+    issue(tx, ctx, op)
+    for parent, other in tx.names_of(fid)[1:]:  # what lands is a new file there: its further names follow
+        above = path_of(tx, parent)
+        commit = is_commit_name(other)
+        op = Op(
+            OpKind.LINK, path, ctx.node, fid=fid, path2=join(above, other), commit=commit,
+            below=above if commit else b"",
+        )  # fmt: skip
+        issue(tx, ctx, op)
+
+
+def complete(tx: Tx, fid: int, content: Generation, digest: bytes, tree: bytes) -> None:
+    """Digests of a generation that was published before they were known."""
+    now = tx.generation(fid)
+    if now is not None and now.gen == content.gen and now.stage == content.stage and not now.tree:
+        tx.put(generation_key(fid), msgspec.structs.replace(now, digest=digest, tree=tree))
+
+
+def close_created(tx: Tx, ctx: Ctx, fid: int) -> None:
+    """The first FLUSH of a created file that nobody wrote to: the empty generation is worth draining now."""
+    before = tx.generation(fid)
+    if before is None or not before.open or not tx.names_of(fid):
+        return
+    tx.put(generation_key(fid), msgspec.structs.replace(before, open=False))
+    content = Content(0, EMPTY_DIGEST, EMPTY_DIGEST, "", (), 0)
+    _issue_put(tx, ctx, fid, path_of(tx, fid), before.gen, content)
+
+
+def _at_partner(tx: Tx, content: Content) -> bool:
+    job = tx.view.job
+    replicas = job.replicas if job is not None else 0
+    return replicas > 0 and (content.size == 0 or len({copy.node for copy in content.copies}) > replicas)
+
+
+def add_copy(tx: Tx, ctx: Ctx, fid: int, gen: int, copy: Copy) -> None:
+    """A partner has acknowledged a whole, synced copy of a generation."""
+    inode = tx.inode(fid)
+    if inode is None or inode.gen != gen:
+        return
+    copies = (*(c for c in inode.copies if (c.node, c.tier) != (copy.node, copy.tier)), copy)
+    job = tx.view.job
+    replicas = job.replicas if job is not None else 0
+    enough = len({c.node for c in copies if tx.view.is_live(c.node)}) > replicas >= 1
+    before = len({c.node for c in inode.copies if tx.view.is_live(c.node)}) > replicas
+    tx.put(
+        inode_key(fid),
+        msgspec.structs.replace(
+            inode,
+            copies=copies,
+            error="",
+            t_partner_s=inode.t_partner_s if before and inode.t_partner_s else ctx.now_s if enough else 0.0,
+        ),
+    )
+
+
+def note_synced(
+    tx: Tx,
+    ctx: Ctx,
+    fid: int,
+    base_gen: int,
+    stage: str,
+    size: int,
+    digest: bytes,
+    tree: bytes,
+    copies: tuple[Copy, ...],
+) -> None:
+    """An fsync has made unpublished bytes safe: what is published should this node be lost.
+
+    Nothing to note when they have been published meanwhile, on top of ``base_gen``.
+    """
+    inode = tx.inode(fid)
+    if inode is not None and inode.gen == base_gen:
+        synced = Synced(stage, size, digest, tree, copies)
+        tx.put(inode_key(fid), msgspec.structs.replace(inode, synced=synced, writing=ctx.node))
+
+
+def drop_copies(tx: Tx, ctx: Ctx, fid: int, gen: int, gone: Collection[tuple[str, str]], error: str) -> None:
+    """Copies (node, store) turned out to be gone or bad: the boundary falls with its evidence, and says why."""
+    inode = tx.inode(fid)
+    if inode is None or inode.gen != gen:
+        return
+    copies = tuple(c for c in inode.copies if (c.node, c.store) not in gone)
+    if len(copies) != len(inode.copies):
+        tx.put(inode_key(fid), msgspec.structs.replace(inode, copies=copies, t_partner_s=0.0, error=error))
+
+
+def forget_copies(tx: Tx, fid: int, gone: Collection[tuple[str, str]]) -> None:
+    """Copies (node, store) were evicted because the content is on the PFS: no boundary falls."""
+    inode = tx.inode(fid)
+    if inode is not None:
+        copies = tuple(c for c in inode.copies if (c.node, c.store) not in gone)
+        tx.put(inode_key(fid), msgspec.structs.replace(inode, copies=copies))
+
+
+def note_error(tx: Tx, ctx: Ctx, fid: int, error: str) -> None:
+    """Show the last error of replication or drain on a file; empty clears it."""
+    inode = tx.inode(fid)
+    if inode is not None and inode.error != error:
+        tx.put(inode_key(fid), msgspec.structs.replace(inode, error=error))
