@@ -1,195 +1,188 @@
 """What a mount costs, beside the same work without it, in one run.
 
-    python bench/bench_mount.py [--mib 1024] [--rounds 5] [--json]
+    python bench/bench_mount.py [--only GROUP,GROUP] [--mib 1024] [--rounds 5] [--json]
 
-One node: writes to ``close`` (one writer, four writers; by passthrough and by the daemon's handler) beside a tmpfs of
-its own; first and second read beside tmpfs; a drain to ``pfs`` beside ``cp`` and fsync; small files; the spread of many
-writes. Several nodes: close to ``partner`` beside a plain copy with fsync to the same disk;
-lookups. The sides alternate within each round; medians and their ratio are printed. Root: it mounts tmpfs.
+Groups: ``handler`` (writes by the daemon's handler), ``supervisor`` (the same with and without one), ``read``,
+``spread`` (many writes), ``small`` (files of 4 KiB), ``passed`` (writes and reads that the kernel passes to staging),
+``drain``, ``cpu`` (processor time of two nodes), ``nodes`` (three nodes). Each is a mount of its own. The sides take
+turns, after a turn that warms them up; between turns the daemon's background work is waited for. Staging is warm:
+files were written and removed before. Root: it mounts tmpfs. Exit 1 when a bound is missed.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
+import contextlib
 import os
-import shutil
 import statistics
 import subprocess
+import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
+
+from compare import (
+    Report,
+    alternate,
+    copy_synced,
+    cpu_s,
+    cv,
+    empty,
+    in_parallel,
+    progress,
+    quiet,
+    read,
+    tmpfs,
+    write,
+    write_over,
+)
 
 from cachexfs.demo.cluster import LocalCluster
 
-PIECE_BYTES = 16 << 20
 SMALL_FILES = 600
-BUFFER = os.urandom(1 << 20) * (PIECE_BYTES >> 20)
-
-Rows = dict[str, dict[str, float | str]]
-
-
-def write(path: Path, size: int) -> float:
-    """Seconds to create, write in pieces and close."""
-    began = time.perf_counter()
-    fd = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_TRUNC)
-    done = 0
-    while done < size:
-        done += os.write(fd, memoryview(BUFFER)[: size - done])
-    os.close(fd)
-    return time.perf_counter() - began
+SPREAD_WRITES = 30
+DRAIN_BYTES = 2 << 30
+GB = 1e9
+STARTED_S_MAX = 10.0
 
 
-def write_many(directory: Path, size: int, writers: int) -> float:
-    """Seconds until ``writers`` threads have each written a share of ``size``."""
-    threads = [threading.Thread(target=write, args=(directory / f"m{i}", size // writers)) for i in range(writers)]
-    began = time.perf_counter()
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return time.perf_counter() - began
+class Place:
+    """A mount of one node and a directory for its rounds; ``settle`` waits for its background work."""
+
+    def __init__(self, cluster: LocalCluster) -> None:
+        self.cluster = cluster
+        self.directory = cluster.nodes[0].mountpoint
+
+    def settle(self) -> None:
+        """Until nothing of the last round is being removed, digested or drained any more."""
+        quiet(lambda: [pid for node in self.cluster.nodes for pid in self.cluster.processes(node.index)])
 
 
-def read(path: Path) -> float:
-    """Seconds to read a file in pieces."""
-    piece = bytearray(PIECE_BYTES)
-    began = time.perf_counter()
-    fd = os.open(path, os.O_RDONLY)
-    while os.readv(fd, [piece]):
-        pass
-    os.close(fd)
-    return time.perf_counter() - began
-
-
-def copy_synced(source: Path, target: Path) -> float:
-    """Seconds of cp and fsync."""
-    began = time.perf_counter()
-    subprocess.run(["cp", source, target], check=True)
-    fd = os.open(target, os.O_RDONLY)
-    os.fsync(fd)
-    os.close(fd)
-    return time.perf_counter() - began
-
-
-def until(path: Path, stage: str) -> float:
-    """Seconds until a file's ``stage`` is reached."""
-    began = time.perf_counter()
-    while os.getxattr(path, "user.cachex.stage").decode() not in (stage, "pfs"):
-        time.sleep(0.002)
-    return time.perf_counter() - began
-
-
-@contextmanager
-def tmpfs(size: int, huge: str) -> Iterator[Path]:
-    """A tmpfs of its own."""
-    directory = tempfile.mkdtemp(prefix="cachex-bench-")
-    options = f"size={size},mode=0700" + (f",huge={huge}" if huge else "")
-    subprocess.run(["mount", "-t", "tmpfs", "-o", options, "bench", directory], check=True)
-    try:
-        yield Path(directory)
-    finally:
-        subprocess.run(["umount", "-l", directory], check=True)
-        os.rmdir(directory)
-
-
-def pair(rows: Rows, what: str, unit: str, ours: list[float], theirs: list[float], other: str) -> None:
-    """One row: medians in ``unit`` and ours / theirs."""
-    mine, base = statistics.median(ours), statistics.median(theirs)
-    rows[what] = {"ours": mine, "other": base, "ratio": mine / base, "unit": unit, "beside": other}
-
-
-def rates(size: int, seconds: list[float]) -> list[float]:
-    return [size / s / 1e9 for s in seconds]
-
-
-def alternate(rounds: int, *sides: Callable[[int], float]) -> list[list[float]]:
-    """Seconds of each side in each round; the order alternates."""
-    found: list[list[float]] = [[] for _ in sides]
-    for turn in range(rounds):
-        order = list(range(len(sides)))
-        for side in order if turn % 2 else reversed(order):
-            found[side].append(sides[side](turn))
-    return found
-
-
-def one_node(rows: Rows, root: Path, mode: str, size: int, rounds: int) -> None:
-    """Rows of a mount alone, with passthrough ``on`` or ``off``."""
-    memory = 8 * size + (1 << 30)
-    options = {"passthrough": mode, "memory": str(memory), "fsync": "returned", "staging": None}
-    with LocalCluster(root, nodes=1, options=options) as cluster, tmpfs(memory, "") as small_pages:
+@contextlib.contextmanager
+def alone(root: Path, memory: int, **options: str | None) -> Iterator[Place]:
+    """A mounted node of its own."""
+    given = {"memory": str(memory), "fsync": "returned", "staging": None, **options}
+    with LocalCluster(root, nodes=1, options=given) as cluster:
         cluster.mount()
-        mount = cluster.nodes[0].mountpoint
-        way = "passthrough" if mode == "auto" else "handler"
-
-        def clean(directory: Path) -> None:
-            for path in directory.iterdir():
-                if path.is_file():
-                    path.unlink()
-
-        def one(directory: Path) -> Callable[[int], float]:
-            def run(turn: int) -> float:
-                clean(directory)
-                return write(directory / f"f{turn}", size)
-
-            return run
-
-        def four(directory: Path) -> Callable[[int], float]:
-            def run(turn: int) -> float:
-                clean(directory)
-                return write_many(directory, size, 4)
-
-            return run
-
-        ours, theirs = alternate(rounds + 1, one(mount), one(small_pages))
-        pair(rows, f"write, {way}", "GB/s", rates(size, ours[1:]), rates(size, theirs[1:]), "tmpfs, 4 KiB pages")
-        ours, theirs = alternate(rounds, four(mount), four(small_pages))
-        pair(rows, f"4 writers, {way}", "GB/s", rates(size, ours), rates(size, theirs), "4 writers to tmpfs")
-        clean(mount)
-        clean(small_pages)
-        write(mount / "r", size)
-        write(small_pages / "r", size)
-        first = read(mount / "r")
-        again, native = alternate(rounds, lambda _: read(mount / "r"), lambda _: read(small_pages / "r"))
-        pair(rows, f"read first, {way}", "GB/s", rates(size, [first]), rates(size, native), "tmpfs")
-        pair(rows, f"read again, {way}", "GB/s", rates(size, again), rates(size, native), "tmpfs")
-        few = size // 4
-        spread = [write(mount / f"v{i % 4}", few) for i in range(30)]
-        base = [write(small_pages / f"v{i % 4}", few) for i in range(30)]
-        pair(rows, f"CV of 30 writes, {way}", "", [_cv(spread)], [_cv(base)], "tmpfs")
-        if mode == "off":
-            _drain(rows, cluster, mount, small_pages, size, rounds)
-            _small(rows, mount, small_pages)
+        yield Place(cluster)
 
 
-def _cv(values: list[float]) -> float:
-    return statistics.stdev(values) / statistics.mean(values)
+@contextlib.contextmanager
+def discarding(root: Path) -> Iterator[Path]:
+    """A mount that throws away what is written."""
+    point = root / "discard"
+    point.mkdir(parents=True)
+    program = Path(__file__).with_name("discard_mount.py")
+    process = subprocess.Popen([sys.executable, str(program), str(point)], start_new_session=True)
+    try:
+        until = time.monotonic() + STARTED_S_MAX
+        while not os.path.ismount(point):
+            if time.monotonic() > until or process.poll() is not None:
+                raise TimeoutError("the discarding mount does not come up")
+            time.sleep(0.02)
+        yield point
+    finally:
+        subprocess.run(["umount", str(point)], check=False)
+        process.wait(STARTED_S_MAX)
 
 
-def _drain(rows: Rows, cluster: LocalCluster, mount: Path, source: Path, size: int, rounds: int) -> None:
-    write(source / "d", size)
-    beside = cluster.pfs.parent / "beside"
-    beside.mkdir()
+def fresh(place: Place | Path, size: int, writers: int = 1) -> Callable[[int], float]:
+    """A side that writes new files where it has removed the old ones."""
+    directory = place if isinstance(place, Path) else place.directory
 
-    def ours(turn: int) -> float:
-        write(mount / f"d{turn}", size)
-        return until(mount / f"d{turn}", "pfs")
+    def run(turn: int) -> float:
+        if isinstance(place, Place):
+            empty(directory)
+            place.settle()
+        else:
+            for path in [directory / "f", *(directory / f"m{i}" for i in range(writers))]:
+                path.unlink(missing_ok=True)
+        return write(directory / "f", size) if writers == 1 else in_parallel(write, directory, size, writers)
 
-    def theirs(turn: int) -> float:
-        return copy_synced(source / "d", beside / f"d{turn}")
-
-    mine, base = alternate(rounds, ours, theirs)
-    pair(rows, "drain, close to pfs", "GB/s", rates(size, mine), rates(size, base), "cp and fsync to the same disk")
-    shutil.rmtree(beside)
+    return run
 
 
-def _small(rows: Rows, mount: Path, other: Path) -> None:
-    def files(directory: Path, turn: int) -> float:
-        where = directory / f"small{turn}"
+def handler(report: Report, root: Path, size: int, rounds: int) -> None:
+    """One writer and four, by the daemon's handler."""
+    memory = 3 * size + (1 << 30)
+    with (
+        alone(root / "h", memory, passthrough="off") as place,
+        tmpfs(memory) as plain,
+        discarding(root) as hole,
+    ):
+        for _ in range(2):
+            fresh(place, size, 4)(0)
+        ours, theirs, ceiling = alternate(rounds, fresh(place, size), fresh(plain, size), fresh(hole, size))
+        report.ratio("handler write", "GB/s", ours, theirs, "fresh file on tmpfs, 4 KiB pages", 0.9)
+        report.ratio("handler write", "GB/s", ours, ceiling, "a pyfuse3 mount that discards", 0.5)
+        four, one, other = alternate(rounds, fresh(place, size, 4), fresh(place, size), fresh(plain, size, 4))
+        report.ratio("handler, 4 writers", "GB/s", four, one, "1 writer of the mount", 0.9)
+        report.ratio("handler, 4 writers", "GB/s", four, other, "4 writers to that tmpfs")
+
+
+def supervisor(report: Report, root: Path, size: int, rounds: int) -> None:
+    """The handler behind a supervisor and without one."""
+    memory = 3 * size + (1 << 30)
+    with (
+        alone(root / "s", memory, passthrough="off") as place,
+        alone(root / "n", memory, passthrough="off", supervisor="off") as bare,
+    ):
+        for side in (place, bare, place, bare):
+            fresh(side, size)(0)
+        ours, theirs = alternate(rounds, fresh(place, size), fresh(bare, size))
+        report.ratio("handler write, with supervisor", "GB/s", ours, theirs, "without", 0.75)
+        ours, theirs = alternate(rounds, small_side(place), small_side(bare))
+        report.ratio("create, 4 KiB, close, with supervisor", "files/s", ours, theirs, "without", 0.5, note="aim 0.8")
+
+
+def reads(report: Report, root: Path, size: int, rounds: int) -> None:
+    """First and second read of published files, by the handler and by the kernel; a different file each round."""
+    share = size // 2
+    memory = (rounds + 2) * share + (1 << 30)
+    for mode, first_min, again_min in (("off", 0.15, 0.6), ("auto", None, 0.9)):
+        way = "handler" if mode == "off" else "passthrough"
+        with alone(root / f"r{mode}", memory, passthrough=mode) as place, tmpfs(memory) as plain:
+            write(plain / "r", share)
+            for turn in range(rounds + 1):
+                write(place.directory / f"r{turn}", share)
+            place.settle()
+            found: dict[int, float] = {}
+
+            def first(turn: int, found: dict[int, float] = found, place: Place = place) -> float:
+                value = read(place.directory / f"r{turn}")
+                found[turn] = read(place.directory / f"r{turn}")
+                return value
+
+            ours, theirs = alternate(rounds, first, lambda _, plain=plain: read(plain / "r"))
+            again = [found[turn] for turn in range(1, rounds + 1)]
+            report.ratio(f"{way}, first read", "GB/s", ours, theirs, "tmpfs", first_min, note=f"{rounds} files")
+            report.ratio(f"{way}, read again", "GB/s", again, theirs, "tmpfs", again_min, note=f"{rounds} files")
+
+
+def spread(report: Report, root: Path, size: int, rounds: int) -> None:
+    """How much the time of a write varies."""
+    share = size // 4
+    memory = 4 * share + (1 << 30)
+    for mode in ("off", "auto"):
+        way = "handler" if mode == "off" else "passthrough"
+        with alone(root / f"v{mode}", memory, passthrough=mode) as place, tmpfs(memory) as plain:
+            ours, theirs = alternate(SPREAD_WRITES, fresh(place, share), fresh(plain, share))
+            mine, base = ([1 / rate for rate in side] for side in (ours, theirs))
+            report.ratio(
+                f"{way}, {SPREAD_WRITES} writes of {share >> 20} MiB", "GB/s", ours, theirs, "fresh files on tmpfs"
+            )
+            report.at_most(f"{way}, CV of their times", "", cv(mine), cv(base), "tmpfs", 1.0)
+
+
+def small_side(place: Place | Path) -> Callable[[int], float]:
+    """A side that creates, writes 4 KiB and closes; files per second."""
+
+    def run(turn: int) -> float:
+        where = (place if isinstance(place, Path) else place.directory) / f"small{turn}"
         where.mkdir()
+        if isinstance(place, Place):
+            place.settle()
         began = time.perf_counter()
         for i in range(SMALL_FILES):
             fd = os.open(where / f"{i}", os.O_CREAT | os.O_WRONLY)
@@ -197,69 +190,210 @@ def _small(rows: Rows, mount: Path, other: Path) -> None:
             os.close(fd)
         return SMALL_FILES / (time.perf_counter() - began)
 
-    mine, base = alternate(3, lambda t: files(mount, t), lambda t: files(other, t))
-    pair(rows, "create, 4 KiB, close", "files/s", mine, base, "tmpfs")
-    name = mount / "small0" / "1"
-    began = time.perf_counter()
-    for _ in range(500):
-        os.stat(name)
-    rows["stat, alone"] = {"ours": (time.perf_counter() - began) / 500 * 1e6, "unit": "us"}
+    return run
 
 
-def several_nodes(rows: Rows, root: Path, size: int, rounds: int) -> None:
-    """Rows of three nodes on this machine: they share its processors and its disk."""
-    with LocalCluster(root, nodes=3, options={"fsync": "returned", "memory": str(4 * size + (1 << 30))}) as cluster:
+def small(report: Report, root: Path, size: int, rounds: int) -> None:
+    """Small files, journaled and published at close."""
+    for mode in ("off", "auto"):
+        way = "handler" if mode == "off" else "passthrough"
+        with alone(root / f"m{mode}", 1 << 30, passthrough=mode) as place, tmpfs(1 << 30) as plain:
+            ours, theirs = alternate(rounds, small_side(place), small_side(plain))
+            bound = 600.0 if mode == "off" else None
+            report.absolute(f"create, 4 KiB, close, {way}", "files/s", statistics.median(ours), bound)
+            report.ratio(f"create, 4 KiB, close, {way}", "files/s", ours, theirs, "tmpfs")
+            name = place.directory / "small0" / "1"
+            began = time.perf_counter()
+            for _ in range(500):
+                os.stat(name)
+            report.absolute(f"stat, {way}", "us", (time.perf_counter() - began) / 500 * 1e6)
+
+
+def until(path: Path, stage: str) -> None:
+    """Wait until a file's ``stage`` is reached."""
+    while os.getxattr(path, "user.cachex.stage").decode() not in (stage, "pfs"):
+        time.sleep(0.002)
+
+
+def drain(report: Report, root: Path, size: int, rounds: int) -> None:
+    """From close to ``pfs``."""
+    size = min(2 * size, DRAIN_BYTES)
+    with alone(root / "d", 2 * size + (1 << 30)) as place, tmpfs(size + (1 << 26)) as plain:
+        write(plain / "d", size)
+        beside = place.cluster.pfs.parent / "beside"
+        beside.mkdir()
+
+        def ours(turn: int) -> float:
+            path = place.directory / "d"
+            path.unlink(missing_ok=True)
+            place.settle()
+            os.sync()
+            write(path, size)
+            began = time.perf_counter()
+            until(path, "pfs")
+            return size / (time.perf_counter() - began) / GB
+
+        def theirs(turn: int) -> float:
+            (beside / "d").unlink(missing_ok=True)
+            os.sync()
+            return copy_synced(plain / "d", beside / "d")
+
+        mine, base = alternate(rounds, ours, theirs)
+        report.ratio(f"drain, {size >> 20} MiB from close to pfs", "GB/s", mine, base, "cp and fsync, same disk", 0.9)
+
+
+def passed(report: Report, root: Path, size: int, rounds: int) -> None:
+    """Passthrough beside native work on the very tmpfs that staging lies on."""
+    memory = 4 * size + (1 << 30)
+    with tmpfs(2 * memory, "within_size") as shared, tmpfs(memory) as plain:
+        staging, native, warm = shared / "staging", shared / "native", shared / "warm"
+        for directory in (staging, native, warm):
+            directory.mkdir()
+        with alone(root / "p", memory, passthrough="auto", staging=str(staging)) as place:
+            for _ in range(2):
+                fresh(place, size, 4)(0)
+                fresh(place, size)(0)
+            in_parallel(write_over, warm, size, 4)
+            write_over(warm / "f", size)
+            ours, touched, new, small_pages = alternate(
+                rounds,
+                fresh(place, size),
+                lambda _: write_over(warm / "f", size),
+                fresh(native, size),
+                fresh(plain, size),
+            )
+            report.ratio("passthrough write", "GB/s", ours, touched, "native, file already touched", 0.9)
+            report.ratio("passthrough write", "GB/s", ours, new, "native, new file on the same tmpfs", 0.9)
+            report.ratio("passthrough write", "GB/s", ours, small_pages, "new file on tmpfs, 4 KiB pages")
+            ours, touched, new = alternate(
+                rounds,
+                fresh(place, size, 4),
+                lambda _: in_parallel(write_over, warm, size, 4),
+                fresh(native, size, 4),
+            )
+            report.ratio("passthrough, 4 writers", "GB/s", ours, touched, "native, files already touched", 0.85)
+            report.ratio("passthrough, 4 writers", "GB/s", ours, new, "native, new files", 0.85)
+            ours, theirs = alternate(rounds, lambda _: read(place.directory / "m0"), lambda _: read(warm / "m0"))
+            report.ratio("passthrough, read of a staged file", "GB/s", ours, theirs, "native, same tmpfs", 0.9)
+
+
+def cpu(report: Report, root: Path, size: int, rounds: int) -> None:
+    """Processor seconds of all that runs for two nodes, per GB that is written, replicated and drained."""
+    total = 2 * size
+    for mode in ("off", "auto"):
+        way = "handler" if mode == "off" else "passthrough"
+        options = {"fsync": "returned", "memory": str(2 * total + (1 << 30)), "passthrough": mode}
+        with LocalCluster(root / f"c{mode}", nodes=2, options=options) as cluster:
+            cluster.mount()
+            place = Place(cluster)
+            place.settle()
+            before = [cpu_s(cluster.processes(node)) for node in (0, 1)]
+            files = [place.directory / f"c{i}" for i in range(4)]
+            for path in files:
+                write(path, total // 4)
+            for path in files:
+                until(path, "partner")
+                until(path, "pfs")
+            place.settle()
+            after = [cpu_s(cluster.processes(node)) for node in (0, 1)]
+            for node, whose in ((0, "the writer's node"), (1, "its partner")):
+                used = sum(seconds - before[node].get(pid, 0.0) for pid, seconds in after[node].items())
+                parts = sorted(
+                    ((seconds - before[node].get(pid, 0.0), named(pid)) for pid, seconds in after[node].items()),
+                    reverse=True,
+                )
+                shown = ", ".join(f"{name} {seconds / total * GB:.2f}" for seconds, name in parts if seconds > 0.02)
+                report.absolute(f"core seconds per GB, {way}, {whose}", "s/GB", used / total * GB, note=shown)
+
+
+def named(pid: int) -> str:
+    """What a process of a node is, for people."""
+    try:
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+    except OSError:
+        return "ended"
+    known = (("cachexfs.supervisor", "supervisor"), ("pfs_child", "PFS worker"), ("etcd", "etcd"), ("daemon", "daemon"))
+    return next((name for mark, name in known if mark in words), words.strip()[-24:] or "?")
+
+
+def nodes(report: Report, root: Path, size: int, rounds: int) -> None:
+    """Three nodes on this machine: they share its processors and its disk."""
+    size //= 4
+    with LocalCluster(
+        root / "t", nodes=3, options={"fsync": "returned", "memory": str(4 * size + (1 << 30))}
+    ) as cluster:
         cluster.mount()
-        mount = cluster.nodes[0].mountpoint
+        place = Place(cluster)
         source = Path("/dev/shm") / f"bench-{os.getpid()}"
         write(source, size)
         beside = cluster.nodes[1].nvme / "beside"
 
         def ours(turn: int) -> float:
-            write(mount / f"p{turn}", size)
-            return until(mount / f"p{turn}", "partner")
+            path = place.directory / "p"
+            path.unlink(missing_ok=True)
+            place.settle()
+            write(path, size)
+            began = time.perf_counter()
+            until(path, "partner")
+            return size / (time.perf_counter() - began) / GB
 
-        mine, base = alternate(rounds, ours, lambda t: copy_synced(source, beside.with_name(f"beside{t}")))
-        source.unlink()
-        pair(
-            rows, "close to partner", "GB/s", rates(size, mine), rates(size, base), "cp and fsync to the NVMe directory"
-        )
-        (mount / "x").write_bytes(b"x")
+        def theirs(turn: int) -> float:
+            beside.unlink(missing_ok=True)
+            place.settle()
+            return copy_synced(source, beside)
+
+        try:
+            mine, base = alternate(rounds, ours, theirs)
+        finally:
+            source.unlink()
+        report.ratio(f"{size >> 20} MiB from close to partner", "GB/s", mine, base, "cp and fsync, NVMe directory")
+        (place.directory / "x").write_bytes(b"x")
         for label, node in (("its node", 0), ("another node", 1)):
             path = cluster.nodes[node].mountpoint / "x"
             began = time.perf_counter()
             for _ in range(300):
                 os.stat(path)
-            rows[f"stat, {label} of 3"] = {"ours": (time.perf_counter() - began) / 300 * 1e6, "unit": "us"}
+            report.absolute(f"stat, {label} of 3", "us", (time.perf_counter() - began) / 300 * 1e6)
         where = cluster.nodes[2].mountpoint
         began = time.perf_counter()
         for i in range(200):
             (where / f"s{i}").write_bytes(b"x" * 4096)
-        rows["create, 4 KiB, close, of 3"] = {"ours": 200 / (time.perf_counter() - began), "unit": "files/s"}
+        report.absolute("create, 4 KiB, close, of 3", "files/s", 200 / (time.perf_counter() - began))
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+GROUPS: dict[str, Callable[[Report, Path, int, int], None]] = {
+    "handler": handler,
+    "supervisor": supervisor,
+    "read": reads,
+    "spread": spread,
+    "small": small,
+    "passed": passed,
+    "drain": drain,
+    "cpu": cpu,
+    "nodes": nodes,
+}
+
+
+def main() -> int:
+    """Measure and print; 1 when a bound is missed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default=",".join(GROUPS), help="groups, separated by commas")
     parser.add_argument("--mib", type=int, default=1024)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
-    rows: Rows = {}
+    wanted = arguments.only.split(",")
+    if unknown := set(wanted) - set(GROUPS):
+        parser.error(f"no group {', '.join(sorted(unknown))}; there are {', '.join(GROUPS)}")
+    report = Report(arguments.json)
     with tempfile.TemporaryDirectory(prefix="cachex-bench-", dir="/var/tmp") as scratch:
-        size = arguments.mib << 20
-        one_node(rows, Path(scratch) / "a", "auto", size, arguments.rounds)
-        one_node(rows, Path(scratch) / "b", "off", size, arguments.rounds)
-        several_nodes(rows, Path(scratch) / "c", size // 4, arguments.rounds)
-    if arguments.json:
-        print(json.dumps(rows, indent=1))
-        return
-    for what, row in rows.items():
-        ours = f"{row['ours']:9.2f} {row['unit']}"
-        print(
-            f"{what:28} {ours:18}"
-            + (f" / {row['other']:9.2f} = {row['ratio']:5.2f}   {row['beside']}" if "other" in row else "")
-        )
+        for name in wanted:
+            progress(name)
+            began = time.monotonic()
+            GROUPS[name](report, Path(scratch), arguments.mib << 20, arguments.rounds)
+            progress(f"{name} took {time.monotonic() - began:.0f} s")
+    return report.end()
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
