@@ -12,18 +12,18 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import os
 import signal
-import statistics
 import subprocess
 import sys
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
+
+from compare import Report, alternate, progress
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPOSITORY))
@@ -46,25 +46,6 @@ class Side:
     name: str
     point: Path
     status: str | None = None
-
-
-@dataclass(frozen=True)
-class Row:
-    """One result: medians of both sides, and the median of the rounds' ratios (a machine drifts between rounds).
-
-    For the pause, ``ratio`` is seconds and ``bound`` an upper one.
-    """
-
-    name: str
-    ours: float
-    theirs: float
-    unit: str
-    ratio: float
-    bound: float
-
-    @property
-    def is_met(self) -> bool:
-        return self.ratio <= self.bound if self.unit == "s" else self.ratio >= self.bound
 
 
 def _wait(is_true: Callable[[], bool], what: str) -> None:
@@ -151,21 +132,15 @@ def remove(point: Path) -> None:
 
 
 def compare(
-    name: str, ours: Side, theirs: Side, measure: Callable[[Side], float], rounds: int, unit: str, bound: float
-) -> Row:
-    """Both sides in turn, ``rounds`` times, after one round that warms up."""
-    results: dict[str, list[float]] = {ours.name: [], theirs.name: []}
-    for i in range(rounds + 1):
-        for side in (ours, theirs) if i % 2 else (theirs, ours):
-            value = measure(side)
-            if i:
-                results[side.name].append(value)
-    one, two = statistics.median(results[ours.name]), statistics.median(results[theirs.name])
+    report: Report, name: str, ours: Side, theirs: Side, measure: Callable[[Side], float], rounds: int, unit: str,
+    bound: float, note: str = "",
+) -> None:  # fmt: skip
+    """One row: both sides in turn."""
+    progress(name)
+    one, two = alternate(rounds, lambda _: measure(ours), lambda _: measure(theirs))
     for side in (ours, theirs):
         remove(side.point)
-    pairs = zip(results[ours.name], results[theirs.name], strict=True)
-    ratio = statistics.median(a / b for a, b in pairs)
-    return Row(name, round(one, 3), round(two, 3), unit, round(ratio, 3), bound)
+    report.ratio(name, unit, one, two, theirs.name, bound, note=note)
 
 
 def _serves_again(status: str, restarts: int) -> bool:
@@ -173,8 +148,9 @@ def _serves_again(status: str, restarts: int) -> bool:
     return now["restarts"] == restarts and now["phase"] == "serving"
 
 
-def longest_pause(side: Side, known: int) -> Row:
+def longest_pause(report: Report, side: Side, known: int) -> None:
     """Seconds an application waits at most while the daemon is killed, with ``known`` files in it."""
+    progress(f"pause, {known} files known")
     for i in range(known):
         (side.point / f"k{i}").touch()
     worst, is_over = 0.0, threading.Event()
@@ -202,10 +178,10 @@ def longest_pause(side: Side, known: int) -> Row:
     time.sleep(0.5)
     is_over.set()
     thread.join()
-    return Row(f"longest pause of {PAUSE_KILLS} kills, {known} files", round(worst, 3), 0.0, "s", round(worst, 3), 1.0)
+    report.absolute(f"longest pause of {PAUSE_KILLS} kills, {known} files", "s", worst, 1.0, at_most=True)
 
 
-def run(args: argparse.Namespace, base: Path, staging: Path) -> Iterator[Row]:
+def run(report: Report, args: argparse.Namespace, base: Path, staging: Path) -> None:
     """All rows."""
     native = Side("native", staging / "native")
     native.point.mkdir()
@@ -231,17 +207,17 @@ def run(args: argparse.Namespace, base: Path, staging: Path) -> Iterator[Row]:
     with mounted("passed", base, staging, passthrough="auto") as passed:
         assert passed.status is not None
         if ask(passed.status, "status")["passthrough"]:
-            yield compare("passthrough write / native", passed, native, writing, rounds, "GB/s", 0.9)
-            yield compare("passthrough 4 writers / native", passed, native, four, rounds, "GB/s", 0.85)
-            yield compare("passthrough read / native", passed, native, reading, rounds, "GB/s", 0.9)
+            compare(report, "write, passthrough", passed, native, writing, rounds, "GB/s", 0.9)
+            compare(report, "4 writers, passthrough", passed, native, four, rounds, "GB/s", 0.85)
+            compare(report, "read, passthrough", passed, native, reading, rounds, "GB/s", 0.9)
         with mounted("bare", base, staging, passthrough=None) as bare:
             with mounted("handler", base, staging, passthrough="off") as handler:
-                yield compare("handler write / bare", handler, bare, writing, rounds, "GB/s", 0.75)
-                yield compare("handler 4 writers / bare", handler, bare, four, rounds, "GB/s", 0.75)
-                yield compare("handler read / bare", handler, bare, reading, rounds, "GB/s", 0.75)
-                yield compare("small files, handler / bare", handler, bare, small, rounds, "1/s", 0.5)
-            yield compare("small files, passthrough / bare", passed, bare, small, rounds, "1/s", 0.5)
-        yield longest_pause(passed, args.known)
+                compare(report, "write, handler", handler, bare, writing, rounds, "GB/s", 0.75)
+                compare(report, "4 writers, handler", handler, bare, four, rounds, "GB/s", 0.75)
+                compare(report, "read, handler", handler, bare, reading, rounds, "GB/s", 0.75)
+                compare(report, "small files, handler", handler, bare, small, rounds, "1/s", 0.5, "aim 0.8")
+            compare(report, "small files, passthrough", passed, bare, small, rounds, "1/s", 0.5, "aim 0.8")
+        longest_pause(report, passed, args.known)
 
 
 def main() -> int:
@@ -253,17 +229,10 @@ def main() -> int:
     parser.add_argument("--known", type=int, default=10000, help="files known while the daemon is killed")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
-    rows = []
+    report = Report(args.json)
     with tempfile.TemporaryDirectory() as base, tempfile.TemporaryDirectory(dir="/dev/shm") as staging:
-        for row in run(args, Path(base), Path(staging)):
-            rows.append(row)
-            if not args.json:
-                sign = "ok  " if row.is_met else "MISS"
-                numbers = f"{row.ours:>9.2f} {row.theirs:>9.2f} {row.unit:5} ratio {row.ratio:.2f} bound {row.bound}"
-                print(f"{sign} {row.name:42} {numbers}", flush=True)
-    if args.json:
-        print(json.dumps([asdict(row) for row in rows], indent=1))
-    return 0 if all(row.is_met for row in rows) else 1
+        run(report, args, Path(base), Path(staging))
+    return report.end()
 
 
 if __name__ == "__main__":
