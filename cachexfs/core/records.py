@@ -12,6 +12,7 @@ one key however much lies below it:
 ``n/<node>``           a node's address and stores -> ``Node``
 ``l/<node>``           a node's life: there while its lease is -> ``Life``
 ``c/job``              what all nodes agree on -> ``Job``
+``a/<node>``           requests of a node's mount that may be repeated, with their results -> ``Applied``
 ====================  ==============================================================
 
 ``fid`` is a random multiple of 4096 below 2**62 in lower-case hexadecimal; the root's is 4096 ("1000").
@@ -190,7 +191,18 @@ class Job(Record, frozen=True, tag="j"):
     replicas: int
 
 
-AnyRecord = Dirent | Inode | Generation | DirTimes | Op | Node | Life | Job
+class Applied(Record, frozen=True, tag="a"):
+    """Requests that a mount has applied and whose answer may not have reached the kernel: (number, result).
+
+    ``mount`` is the mount's random name: numbers mean nothing to another. A result is the id of the file that the
+    request made or linked, 0 where it made none.
+    """
+
+    mount: str
+    results: tuple[tuple[int, int], ...] = ()
+
+
+AnyRecord = Dirent | Inode | Generation | DirTimes | Op | Node | Life | Job | Applied
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(AnyRecord)
@@ -250,6 +262,11 @@ def node_key(name: str) -> bytes:
 def life_key(name: str) -> bytes:
     """Key of a ``Life``."""
     return b"l/" + name.encode()
+
+
+def applied_key(name: str) -> bytes:
+    """Key of a node's ``Applied``."""
+    return b"a/" + name.encode()
 
 
 JOB_KEY = b"c/job"

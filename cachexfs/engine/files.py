@@ -227,13 +227,18 @@ class Files:
             )  # fmt: skip
         self._by_ino[ino] = self._current[fid] = vnode
 
+    def without_name(self, ino: int) -> Vnode:
+        """An empty vnode for a file of which nothing is left but what applications hold."""
+        vnode = Vnode(ino // FID_STEP * FID_STEP, ino, Generation(0, 0, b"", b"", "", ""), removed=True)
+        self._by_ino[ino] = vnode
+        return vnode
+
     def reopen(self, ino: int, flags: int, *, passed: bool) -> Handle:
         """A handle that an application has held since before this daemon's life. Raises ``FsError`` ESTALE, EIO."""
         try:
             vnode = self.by_ino(ino)
         except FsError:
-            vnode = Vnode(ino // FID_STEP * FID_STEP, ino, Generation(0, 0, b"", b"", "", ""), removed=True)
-            self._by_ino[ino] = vnode
+            vnode = self.without_name(ino)
         handle = self.open(vnode, flags)
         handle.wrote = handle.writable and vnode.dirty
         if not passed:
@@ -524,8 +529,11 @@ class Files:
         )
 
     # ---- publication
-    async def publish(self, vnode: Vnode) -> None:
-        """Make what was written before this call visible everywhere (FLUSH). Raises ``FsError`` (EIO, ENOSPC)."""
+    async def publish(self, vnode: Vnode, request: int | None = None) -> None:
+        """Make what was written before this call visible everywhere (FLUSH). Raises ``FsError`` (EIO, ENOSPC).
+
+        ``request``: what is published is all that this request asked for (``Requests``).
+        """
         async with vnode.publish_lock:
             self.refresh(vnode)
             if not vnode.dirty:
@@ -550,10 +558,10 @@ class Files:
                 size, digest, tree, stage if size else "", copies, vnode.mtime_ns, self._target(vnode, size)
             )
             ctx, base = self.node.ctx(), vnode.content.gen
-            published = await self.node.catalogue.mutate(
-                lambda tx: publication.publish(tx, ctx, vnode.fid, base, content)
+            change = self.node.requests.once(
+                request, lambda tx: int(publication.publish(tx, ctx, vnode.fid, base, content) is not None)
             )
-            if published is None:
+            if not await self.node.catalogue.mutate(change):
                 self._abandon(vnode)
                 return
             generation = self.node.catalogue.view.generation(vnode.fid)

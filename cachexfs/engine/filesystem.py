@@ -101,11 +101,21 @@ class Filesystem:
             await self.parts.importer.ensure(ino // FID_STEP * FID_STEP)
         return fresh
 
-    async def _mutate(self, function: Callable[[Tx], object]) -> object:
+    async def _mutate(self, change: Callable[[Tx], object], request: int | None = None) -> int:
+        """Carry out a change once; the id of the file that it makes (0: none)."""
+
+        def work(tx: Tx) -> int:
+            made = change(tx)
+            return made[0] if isinstance(made, tuple) else 0
+
         try:
-            return await self.node.catalogue.mutate(function)
+            return await self.node.catalogue.mutate(self.node.requests.once(request, work))
         except CatalogueUnavailableError as error:
             raise FsError(errno.EIO, str(error)) from error
+
+    def _applied(self, request: int | None) -> int | None:
+        """What a repeated request had made when it was applied the first time; None: it was not."""
+        return self.node.requests.result(self.node.catalogue.view, request)
 
     def _attr(self, fid: int, inode: Inode, vnode: Vnode | None = None) -> Attr:
         view = self.node.catalogue.view
@@ -220,58 +230,88 @@ class Filesystem:
                 continue
         return found
 
-    async def create(self, parent: int, name: bytes, attrs: NewAttrs, flags: int) -> tuple[Handle, Attr]:
+    async def create(
+        self, parent: int, name: bytes, attrs: NewAttrs, flags: int, request: int | None = None
+    ) -> tuple[Handle, Attr]:
         """Create and open a file; without O_EXCL an existing one is opened."""
-        await self._current(parent)
-        ctx = self.node.ctx()
-        try:
-            fid, _ = await self.node.catalogue.mutate(lambda tx: namespace.create(tx, ctx, parent, name, attrs))
-        except CatalogueUnavailableError as error:
-            raise FsError(errno.EIO, str(error)) from error
-        except FsError as error:
-            if error.errno != errno.EEXIST or flags & os.O_EXCL:
-                raise
-            found = await self.lookup(parent, name)
-            if found.kind != "f":
-                raise FsError(errno.EISDIR if found.kind == "d" else errno.EEXIST) from None
-            return await self.open(found.ino, flags), found
-        vnode = self.files.vnode(fid)
-        handle = self.files.open(vnode, flags)
-        return handle, self._entry(fid, "f")
+        fid = self._applied(request)
+        if fid is None:
+            await self._current(parent)
+            ctx = self.node.ctx()
+            try:
+                fid = await self._mutate(lambda tx: namespace.create(tx, ctx, parent, name, attrs), request)
+            except FsError as error:
+                if error.errno != errno.EEXIST or flags & os.O_EXCL:
+                    raise
+                found = await self.lookup(parent, name)
+                if found.kind != "f":
+                    raise FsError(errno.EISDIR if found.kind == "d" else errno.EEXIST) from None
+                return await self.open(found.ino, flags), found
+        attr = self._made(fid, "f", attrs)
+        vnode = self.files.by_ino(attr.ino)
+        return self.files.open(vnode, flags), attr
 
-    async def make(self, function: Callable[[Tx, changes.Ctx], tuple[int, Inode]], parent: int) -> Attr:
-        """Run a creating change (mkdir, symlink, mknod) and return the new entry."""
-        await self._current(parent)
-        ctx = self.node.ctx()
-        try:
-            fid, inode = await self.node.catalogue.mutate(lambda tx: function(tx, ctx))
-        except CatalogueUnavailableError as error:
-            raise FsError(errno.EIO, str(error)) from error
-        return self._entry(fid, inode.kind)
+    async def _make(
+        self, parent: int, kind: str, attrs: NewAttrs, function: Callable[[Tx, changes.Ctx], tuple[int, Inode]],
+        request: int | None,
+    ) -> Attr:  # fmt: skip
+        """Run a creating change (mkdir, symlink, mknod, link) and return the entry."""
+        fid = self._applied(request)
+        if fid is None:
+            await self._current(parent)
+            ctx = self.node.ctx()
+            fid = await self._mutate(lambda tx: function(tx, ctx), request)
+        return self._made(fid, kind, attrs)
 
-    async def mkdir(self, parent: int, name: bytes, attrs: NewAttrs) -> Attr:
+    def _made(self, fid: int, kind: str, attrs: NewAttrs) -> Attr:
+        """Attributes of what was made; another node may have removed it already."""
+        inode = self.node.catalogue.view.inode(fid)
+        if inode is not None:
+            return self._entry(fid, inode.kind)
+        now_ns = self.node.clock.now_ns()
+        inode = Inode(kind, attrs.mode, attrs.uid, attrs.gid, now_ns, now_ns, now_ns)
+        if kind == "f":
+            vnode = self.files.known(fid) or self.files.without_name(fid)
+            vnode.last = vnode.last or inode
+            return self._removed_attr(vnode.ino)
+        return Attr(fid, kind, attrs.mode, 0, attrs.uid, attrs.gid, 0, 0, 0, now_ns, now_ns, now_ns)
+
+    async def mkdir(self, parent: int, name: bytes, attrs: NewAttrs, request: int | None = None) -> Attr:
         """A new directory."""
-        return await self.make(lambda tx, ctx: namespace.mkdir(tx, ctx, parent, name, attrs), parent)
+        return await self._make(
+            parent, "d", attrs, lambda tx, ctx: namespace.mkdir(tx, ctx, parent, name, attrs), request
+        )
 
-    async def symlink(self, parent: int, name: bytes, target: bytes, attrs: NewAttrs) -> Attr:
+    async def symlink(
+        self, parent: int, name: bytes, target: bytes, attrs: NewAttrs, request: int | None = None
+    ) -> Attr:
         """A new symbolic link."""
-        return await self.make(lambda tx, ctx: namespace.symlink(tx, ctx, parent, name, target, attrs), parent)
+        return await self._make(
+            parent, "l", attrs, lambda tx, ctx: namespace.symlink(tx, ctx, parent, name, target, attrs), request
+        )
 
-    async def mknod(self, parent: int, name: bytes, kind: str, rdev: int, attrs: NewAttrs) -> Attr:
+    async def mknod(
+        self, parent: int, name: bytes, kind: str, rdev: int, attrs: NewAttrs, request: int | None = None
+    ) -> Attr:
         """A file without opening it, a FIFO, a socket or a device node."""
         if kind == "f":
-            handle, found = await self.create(parent, name, attrs, os.O_WRONLY | os.O_EXCL)
+            handle, found = await self.create(parent, name, attrs, os.O_WRONLY | os.O_EXCL, request)
             await self.files.flush(handle)
             await self.files.release(handle)
             return found
-        return await self.make(lambda tx, ctx: namespace.mknod(tx, ctx, parent, name, kind, rdev, attrs), parent)
+        return await self._make(
+            parent, kind, attrs, lambda tx, ctx: namespace.mknod(tx, ctx, parent, name, kind, rdev, attrs), request
+        )
 
-    async def link(self, ino: int, parent: int, name: bytes) -> Attr:
+    async def link(self, ino: int, parent: int, name: bytes, request: int | None = None) -> Attr:
         """A further name of a file."""
-        await self._current(parent)
-        ctx, fid = self.node.ctx(), self._fid(ino)
-        await self._mutate(lambda tx: namespace.link(tx, ctx, fid, parent, name))
-        return await self.lookup(parent, name)
+        fid = self._fid(ino)
+        known = self.node.catalogue.view.inode(fid)
+        attrs = NewAttrs(known.mode, known.uid, known.gid) if known is not None else NewAttrs(0o600, 0, 0)
+        kind = known.kind if known is not None else "f"
+        return await self._make(
+            parent, kind, attrs, lambda tx, ctx: (fid, namespace.link(tx, ctx, fid, parent, name)), request
+        )
 
     async def readlink(self, ino: int) -> bytes:
         """Target of a symbolic link."""
@@ -280,27 +320,35 @@ class Filesystem:
             raise FsError(errno.ENOENT if inode is None else errno.EINVAL)
         return inode.target
 
-    async def unlink(self, parent: int, name: bytes) -> None:
+    async def unlink(self, parent: int, name: bytes, request: int | None = None) -> None:
         """Remove a file."""
+        if self._applied(request) is not None:
+            return
         await self._current(parent)
         await self._know_members(parent, name)
         ctx = self.node.ctx()
-        await self._mutate(lambda tx: namespace.unlink(tx, ctx, parent, name))
+        await self._mutate(lambda tx: namespace.unlink(tx, ctx, parent, name), request)
 
-    async def rmdir(self, parent: int, name: bytes) -> None:
+    async def rmdir(self, parent: int, name: bytes, request: int | None = None) -> None:
         """Remove an empty directory (one of the PFS is imported first: it may not be empty)."""
+        if self._applied(request) is not None:
+            return
         await self._current(parent)
         await self._import_child(parent, name)
         ctx = self.node.ctx()
-        await self._mutate(lambda tx: namespace.rmdir(tx, ctx, parent, name))
+        await self._mutate(lambda tx: namespace.rmdir(tx, ctx, parent, name), request)
 
     async def _import_child(self, parent: int, name: bytes) -> None:
         entry = self.node.catalogue.view.lookup(parent, name)
         if entry is not None and entry.kind == "d":
             await self.parts.importer.ensure(entry.fid)
 
-    async def rename(self, parent: int, name: bytes, parent2: int, name2: bytes, flags: int) -> None:
+    async def rename(
+        self, parent: int, name: bytes, parent2: int, name2: bytes, flags: int, request: int | None = None
+    ) -> None:
         """Rename. A small closed file is brought to the partner first: the new name is never safer than the bytes."""
+        if self._applied(request) is not None:
+            return
         await self._current(parent)
         await self.parts.importer.ensure(self._fid(parent2))
         await self._import_child(parent2, name2)
@@ -310,7 +358,7 @@ class Filesystem:
             await self._know_members(parent, name)
         await self._know_members(parent2, name2)
         ctx = self.node.ctx()
-        await self._mutate(lambda tx: namespace.rename(tx, ctx, parent, name, parent2, name2, flags))
+        await self._mutate(lambda tx: namespace.rename(tx, ctx, parent, name, parent2, name2, flags), request)
 
     async def _know_members(self, parent: int, name: bytes) -> None:
         """Before a file that the PFS has changes or goes: find out whether a commit file beside it names it.
@@ -352,13 +400,17 @@ class Filesystem:
     async def setattr(
         self, ino: int, handle: Handle | None, *, size: int | None = None, mode: int | None = None,
         uid: int | None = None, gid: int | None = None, atime_ns: int | None = None, mtime_ns: int | None = None,
+        request: int | None = None,
     ) -> Attr:  # fmt: skip
         """chmod, chown, truncate, utimens."""
+        if self._applied(request) is not None:
+            return await self.getattr(ino)
         fid = self._fid(ino)
         await self._current()
+        others = any(value is not None for value in (mode, uid, gid, atime_ns, mtime_ns))
         if size is not None:
-            await self._truncate(ino, handle, size)
-        if any(value is not None for value in (mode, uid, gid, atime_ns, mtime_ns)):
+            await self._truncate(ino, handle, size, None if others else request)
+        if others:
             vnode = self.files.known(fid)
             if mtime_ns is not None and vnode is not None:
                 vnode.mtime_ns = mtime_ns
@@ -367,7 +419,8 @@ class Filesystem:
                 await self._mutate(
                     lambda tx: attrs.set_attrs(
                         tx, ctx, fid, mode=mode, uid=uid, gid=gid, atime_ns=atime_ns, mtime_ns=mtime_ns
-                    )
+                    ),
+                    request,
                 )
             elif vnode is not None and vnode.last is not None:
                 vnode.last = attrs.changed(
@@ -376,7 +429,7 @@ class Filesystem:
                 self.files.keep_last(vnode)
         return await self.getattr(ino)
 
-    async def _truncate(self, ino: int, handle: Handle | None, size: int) -> None:
+    async def _truncate(self, ino: int, handle: Handle | None, size: int, request: int | None) -> None:
         inode = self.node.catalogue.view.inode(self._fid(ino))
         if inode is not None and inode.kind != "f":
             raise FsError(errno.EISDIR if inode.kind == "d" else errno.EINVAL)
@@ -385,7 +438,7 @@ class Filesystem:
         if handle is not None:
             handle.wrote = handle.wrote or vnode.dirty
         elif vnode.dirty and vnode.writers == 0:
-            await self.files.publish(vnode)
+            await self.files.publish(vnode, request)
 
     # ---- files
     async def open(self, ino: int, flags: int) -> Handle:
@@ -517,13 +570,15 @@ class Filesystem:
             inode = vnode.last
         return dict(inode.xattrs) if inode is not None else {}
 
-    async def set_xattr(self, ino: int, name: bytes, value: bytes | None) -> None:
+    async def set_xattr(self, ino: int, name: bytes, value: bytes | None, request: int | None = None) -> None:
         """Set a user's attribute, or remove it. Raises ENOTSUP for names that are not ``user.*`` or are ours."""
         if not name.startswith(b"user.") or name.startswith(PREFIX):
             raise FsError(errno.ENOTSUP)
+        if self._applied(request) is not None:
+            return
         await self._current()
         ctx, fid = self.node.ctx(), self._fid(ino)
-        await self._mutate(lambda tx: attrs.set_xattr(tx, ctx, fid, name, value))
+        await self._mutate(lambda tx: attrs.set_xattr(tx, ctx, fid, name, value), request)
 
     async def xattrs(self, ino: int) -> dict[bytes, bytes]:
         """All ``user.cachex.*`` attributes of a file or directory."""

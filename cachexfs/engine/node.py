@@ -19,6 +19,7 @@ from cachexfs.core.boundary import Boundary, boundary_of
 from cachexfs.core.changes import Ctx
 from cachexfs.core.records import FID_STEP, ROOT_FID, Copy, Inode
 from cachexfs.engine.interfaces import Catalogue, Clock, Peers, Pfs, ReplicaHolder, StagingArea
+from cachexfs.engine.requests import Requests
 
 log = logging.getLogger(__name__)
 
@@ -44,10 +45,12 @@ class Node:
     unverified: set[str] = field(default_factory=set)  # staged by a former daemon, digests not checked since
     failed: str = ""
     members: Callable[[int, int], Collection[bytes] | None] = field(default=lambda fid, gen: None)
+    requests: Requests = field(init=False)
     _op_base: int = 0
     _op_count: int = 0
 
     def __post_init__(self) -> None:
+        self.requests = Requests(self.name)
         self._op_base = self.clock.now_ns() // 1_000_000
 
     # ---- mutations

@@ -13,9 +13,9 @@ from __future__ import annotations
 import errno
 import functools
 import logging
-import os
 import stat
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeVar, cast
 
 import pyfuse3
@@ -28,7 +28,6 @@ from cachexfs.engine.attributes import PREFIX
 from cachexfs.engine.files import Handle
 from cachexfs.engine.filesystem import BLKSIZE, Attr, Filesystem
 from cachexfs.errors import FsError
-from cachexfs.supervisor import wire
 from cachexfs.supervisor.client import Supervisor
 
 log = logging.getLogger(__name__)
@@ -90,6 +89,7 @@ class Operations(pyfuse3.Operations):  # type: ignore[misc]
     def resume(self, supervisor: Supervisor) -> None:
         """Take up the handles that applications hold open, and what the last daemon left unanswered."""
         self._supervisor = supervisor
+        self.filesystem.node.requests.resume(supervisor.mount_id, supervisor.replays)
         for old in supervisor.state.handles:
             self._next_handle = max(self._next_handle, old.fh + 1)
             if old.is_dir:
@@ -97,9 +97,12 @@ class Operations(pyfuse3.Operations):  # type: ignore[misc]
             else:
                 self._handles[old.fh] = self.files.reopen(old.node, old.flags, passed=old.passthrough)
 
-    def _is_replay(self, opcode: int, parent: int, name: bytes) -> bool:
-        """Whether an operation may have been applied by a daemon that died before it answered."""
-        return self._supervisor is not None and self._supervisor.replays.take(opcode, parent, name)
+    @contextmanager
+    def _request(self, ctx: pyfuse3.RequestContext) -> Iterator[int | None]:
+        """While a changing request is worked on: its id, under which a later daemon may be asked again."""
+        request = None if self._supervisor is None else self._supervisor.request_id(ctx.pid)
+        with self.filesystem.node.requests.answering(request):
+            yield request
 
     # ---- translation
     @staticmethod
@@ -151,36 +154,17 @@ class Operations(pyfuse3.Operations):  # type: ignore[misc]
     async def create(
         self, parent_inode: int, name: bytes, mode: int, flags: int, ctx: pyfuse3.RequestContext
     ) -> tuple[FileInfo, EntryAttributes]:
-        if self._is_replay(wire.CREATE, parent_inode, name):
-            flags &= ~os.O_EXCL  # the name was missing before the first attempt
         attrs = NewAttrs(stat.S_IMODE(mode) & ~ctx.umask, ctx.uid, ctx.gid)
-        handle, attr = await self.filesystem.create(self._fid(parent_inode), name, attrs, flags)
-        handle.drops_set_id = ctx.uid != 0
-        return self._register(handle), self._given(attr)
+        with self._request(ctx) as request:
+            handle, attr = await self.filesystem.create(self._fid(parent_inode), name, attrs, flags, request)
+            handle.drops_set_id = ctx.uid != 0
+            return self._register(handle), self._given(attr)
 
     @handler
     async def mkdir(self, parent_inode: int, name: bytes, mode: int, ctx: pyfuse3.RequestContext) -> EntryAttributes:
         attrs = NewAttrs(stat.S_IMODE(mode) & ~ctx.umask, ctx.uid, ctx.gid)
-        parent = self._fid(parent_inode)
-        replayed = self._is_replay(wire.MKDIR, parent_inode, name)
-        return self._entry(await self._made(replayed, parent, name, self.filesystem.mkdir(parent, name, attrs)))
-
-    async def _made(self, replayed: bool, parent: int, name: bytes, work: Awaitable[Attr]) -> Attr:
-        """The result of a creation; EEXIST at a replay is the trace of its first application."""
-        try:
-            return await work
-        except FsError as error:
-            if not replayed or error.errno != errno.EEXIST:
-                raise
-        return await self.filesystem.lookup(parent, name)
-
-    async def _gone(self, replayed: bool, work: Awaitable[None]) -> None:
-        """A removal or rename; ENOENT at a replay is the trace of its first application."""
-        try:
-            await work
-        except FsError as error:
-            if not replayed or error.errno != errno.ENOENT:
-                raise
+        with self._request(ctx) as request:
+            return self._entry(await self.filesystem.mkdir(self._fid(parent_inode), name, attrs, request))
 
     @handler
     async def mknod(
@@ -188,20 +172,17 @@ class Operations(pyfuse3.Operations):  # type: ignore[misc]
     ) -> EntryAttributes:
         kind = next((k for k, bits in KIND_BITS.items() if stat.S_IFMT(mode) == bits), "f")
         attrs = NewAttrs(stat.S_IMODE(mode) & ~ctx.umask, ctx.uid, ctx.gid)
-        parent = self._fid(parent_inode)
-        replayed = self._is_replay(wire.MKNOD, parent_inode, name)
-        work = self.filesystem.mknod(parent, name, kind, rdev, attrs)
-        return self._given(await self._made(replayed, parent, name, work))
+        with self._request(ctx) as request:
+            made = await self.filesystem.mknod(self._fid(parent_inode), name, kind, rdev, attrs, request)
+            return self._given(made)
 
     @handler
     async def symlink(
         self, parent_inode: int, name: bytes, target: bytes, ctx: pyfuse3.RequestContext
     ) -> EntryAttributes:
         attrs = NewAttrs(0o777, ctx.uid, ctx.gid)
-        parent = self._fid(parent_inode)
-        replayed = self._is_replay(wire.SYMLINK, parent_inode, name)
-        work = self.filesystem.symlink(parent, name, target, attrs)
-        return self._entry(await self._made(replayed, parent, name, work))
+        with self._request(ctx) as request:
+            return self._entry(await self.filesystem.symlink(self._fid(parent_inode), name, target, attrs, request))
 
     @handler
     async def readlink(self, inode: int, ctx: pyfuse3.RequestContext) -> bytes:
@@ -211,29 +192,28 @@ class Operations(pyfuse3.Operations):  # type: ignore[misc]
     async def link(
         self, inode: int, new_parent_inode: int, new_name: bytes, ctx: pyfuse3.RequestContext
     ) -> EntryAttributes:
-        parent = self._fid(new_parent_inode)
-        replayed = self._is_replay(wire.LINK, new_parent_inode, new_name)
-        return self._given(await self._made(replayed, parent, new_name, self.filesystem.link(inode, parent, new_name)))
+        with self._request(ctx) as request:
+            return self._given(await self.filesystem.link(inode, self._fid(new_parent_inode), new_name, request))
 
     @handler
     async def unlink(self, parent_inode: int, name: bytes, ctx: pyfuse3.RequestContext) -> None:
-        replayed = self._is_replay(wire.UNLINK, parent_inode, name)
-        await self._gone(replayed, self.filesystem.unlink(self._fid(parent_inode), name))
+        with self._request(ctx) as request:
+            await self.filesystem.unlink(self._fid(parent_inode), name, request)
 
     @handler
     async def rmdir(self, parent_inode: int, name: bytes, ctx: pyfuse3.RequestContext) -> None:
-        replayed = self._is_replay(wire.RMDIR, parent_inode, name)
-        await self._gone(replayed, self.filesystem.rmdir(self._fid(parent_inode), name))
+        with self._request(ctx) as request:
+            await self.filesystem.rmdir(self._fid(parent_inode), name, request)
 
     @handler
     async def rename(
         self, parent_inode_old: int, name_old: bytes, parent_inode_new: int, name_new: bytes, flags: int,
         ctx: pyfuse3.RequestContext,
     ) -> None:  # fmt: skip
-        replayed = self._is_replay(wire.RENAME, parent_inode_old, name_old)
-        async with self._waiters:
-            old, new = self._fid(parent_inode_old), self._fid(parent_inode_new)
-            await self._gone(replayed, self.filesystem.rename(old, name_old, new, name_new, flags))
+        with self._request(ctx) as request:
+            async with self._waiters:
+                old, new = self._fid(parent_inode_old), self._fid(parent_inode_new)
+                await self.filesystem.rename(old, name_old, new, name_new, flags, request)
 
     @handler
     async def setattr(
@@ -244,17 +224,19 @@ class Operations(pyfuse3.Operations):  # type: ignore[misc]
         mtime_ns = attr.st_mtime_ns if fields.update_mtime else None
         if fields.update_size and fields.update_mtime:
             mtime_ns = None  # O_TRUNC carries "now": the write's own stamp is used
-        changed = await self.filesystem.setattr(
-            self._fid(inode),
-            self._handles.get(fh) if fh is not None else None,
-            size=attr.st_size if fields.update_size else None,
-            mode=stat.S_IMODE(attr.st_mode) if fields.update_mode else None,
-            uid=attr.st_uid if fields.update_uid else None,
-            gid=attr.st_gid if fields.update_gid else None,
-            atime_ns=atime_ns,
-            mtime_ns=mtime_ns,
-        )
-        return self._entry(changed)
+        with self._request(ctx) as request:
+            changed = await self.filesystem.setattr(
+                self._fid(inode),
+                self._handles.get(fh) if fh is not None else None,
+                size=attr.st_size if fields.update_size else None,
+                mode=stat.S_IMODE(attr.st_mode) if fields.update_mode else None,
+                uid=attr.st_uid if fields.update_uid else None,
+                gid=attr.st_gid if fields.update_gid else None,
+                atime_ns=atime_ns,
+                mtime_ns=mtime_ns,
+                request=request,
+            )
+            return self._entry(changed)
 
     # ---- files
     @handler
@@ -327,12 +309,27 @@ class Operations(pyfuse3.Operations):  # type: ignore[misc]
     async def getxattr(self, inode: int, name: bytes, ctx: pyfuse3.RequestContext) -> bytes:
         if not name.startswith(b"user."):  # the kernel asks for security.capability at every write
             raise FUSEError(errno.ENODATA)
+        if (found := self._before_setxattr(ctx)) is not None:
+            return found
         ours = name.startswith(PREFIX)
         attributes = self.filesystem.xattrs if ours else self.filesystem.user_xattrs
         found = (await attributes(self._fid(inode))).get(name)
         if found is None:
             raise FUSEError(errno.ENODATA)
         return found
+
+    def _before_setxattr(self, ctx: pyfuse3.RequestContext) -> bytes | None:
+        """What pyfuse3's own look before a setxattr with XATTR_CREATE or _REPLACE finds when that was applied before.
+
+        None: it is an ordinary getxattr, or the first time: look.
+        """
+        supervisor, node = self._supervisor, self.filesystem.node
+        request = None if supervisor is None else supervisor.request_id(ctx.pid)
+        if request is None or node.requests.result(node.catalogue.view, request) is None:
+            return None
+        if supervisor is not None and supervisor.replays.creates_xattr(request):
+            raise FUSEError(errno.ENODATA)
+        return b""
 
     @handler
     async def listxattr(self, inode: int, ctx: pyfuse3.RequestContext) -> Sequence[bytes]:
@@ -341,16 +338,13 @@ class Operations(pyfuse3.Operations):  # type: ignore[misc]
 
     @handler
     async def setxattr(self, inode: int, name: bytes, value: bytes, ctx: pyfuse3.RequestContext) -> None:
-        await self.filesystem.set_xattr(self._fid(inode), name, bytes(value))
+        with self._request(ctx) as request:
+            await self.filesystem.set_xattr(self._fid(inode), name, bytes(value), request)
 
     @handler
     async def removexattr(self, inode: int, name: bytes, ctx: pyfuse3.RequestContext) -> None:
-        replayed = self._is_replay(wire.REMOVEXATTR, inode, name)
-        try:
-            await self.filesystem.set_xattr(self._fid(inode), name, None)
-        except FsError as error:
-            if not replayed or error.errno != errno.ENODATA:
-                raise
+        with self._request(ctx) as request:
+            await self.filesystem.set_xattr(self._fid(inode), name, None, request)
 
     @handler
     async def access(self, inode: int, mode: int, ctx: pyfuse3.RequestContext) -> bool:

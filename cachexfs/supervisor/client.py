@@ -21,7 +21,7 @@ from typing import Self
 
 from . import messages
 from .messages import Call, Event, Message, State
-from .replay import Replays
+from .replay import PID_MAX, Replays
 
 #: How long an answer of the supervisor may take, seconds. Without one the daemon goes on as if refused.
 ANSWER_S_MAX = 5.0
@@ -47,7 +47,7 @@ class Supervisor:
         self._sequence = 0
         #: What an earlier daemon of this mount left behind.
         self.state = state
-        #: The unanswered requests of earlier daemons, to be asked by handlers of operations with a name.
+        #: The unanswered requests of earlier daemons.
         self.replays = Replays(state.replays)
         #: Whether ``register`` can succeed on this machine.
         self.passthrough = passthrough
@@ -123,17 +123,13 @@ class Supervisor:
         except ValueError:
             return None
 
-    def request_id(self, pid: int) -> str:
-        """A name for a request, the same when it is replayed and never given to another.
+    def request_id(self, pid: int) -> int | None:
+        """The id of a request, the same when it is repeated; None for a ``pid`` that is a process.
 
         ``pid`` is ``ctx.pid`` of the handler of a create, mkdir, mknod, symlink, link, unlink, rmdir, rename,
-        removexattr, setattr or setxattr: behind a supervisor it is not the caller's.
+        removexattr, setattr or setxattr: behind a supervisor it is not the caller's. Ids belong to ``mount_id``.
         """
-        return f"{self.mount_id}:{pid}"
-
-    def is_replay(self, pid: int) -> bool:
-        """Whether the request with this ``ctx.pid`` was given to an earlier daemon too."""
-        return self.replays.is_replay(pid)
+        return pid if pid > PID_MAX else None
 
     def ready(self) -> None:
         """The state is adopted and the main loop is about to run. ``OSError`` when nobody answers."""

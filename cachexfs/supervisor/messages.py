@@ -90,8 +90,8 @@ class Replayed:
     """A request that an earlier daemon had, perhaps applied, and did not answer.
 
     ``request_id`` is what ``ctx.pid`` shows to the handler (0 for operations without one); ``node2`` and
-    ``name2`` are the new parent and name of a rename, ``node2`` the inode of a link. Names over 255 bytes are
-    empty.
+    ``name2`` are the new parent and name of a rename, ``node2`` the inode of a link or the flags of a setxattr.
+    Names over 255 bytes are empty.
     """
 
     opcode: int

@@ -20,7 +20,7 @@ from collections.abc import Callable
 from . import wire
 from .messages import Replayed
 from .notifier import Notifier
-from .replay import IDENTIFIED, REQUEST_ID_MAX, TABLE, Rule, describe
+from .replay import IDENTIFIED, PID_MAX, REQUEST_ID_MAX, TABLE, Rule, describe
 from .session import WATCHED, IncompatibleError, Session
 
 #: Requests up to this size are copied out of the read buffer; larger ones keep the buffer. Bytes.
@@ -62,7 +62,7 @@ class Pump:
         self._is_open_for_requests = False
         self._pending: dict[int, bytes | memoryview] = {}
         self._ids: dict[int, int] = {}
-        self._next_id = 1
+        self._next_id = PID_MAX + 1
         self._outgoing: deque[bytes | memoryview] = deque()
         self._pool: list[mmap.mmap] = []
         self._request_view: memoryview | None = None
@@ -170,7 +170,7 @@ class Pump:
         """Send everything unanswered to the new daemon, oldest first, then open the device."""
         for request in list(self._pending.values()):
             rule = TABLE.get(wire.opcode_of(request))
-            if rule is None or rule.rule in (Rule.AGAIN, Rule.NAMED):
+            if rule is None or rule.rule in (Rule.AGAIN, Rule.ONCE):
                 self._outgoing.append(request)
         self._is_open_for_requests = True
         self.flush()
@@ -223,10 +223,10 @@ class Pump:
         if opcode == wire.GETXATTR and view[_CAPABILITY_AT] == _CAPABILITY:
             self._answer(wire.error_reply(unique, errno.ENODATA), unique)
             return
+        if opcode in IDENTIFIED:
+            self._identify(unique, view)
         request: bytes | memoryview
         if size <= _COPY_BYTES_MAX:
-            if opcode in IDENTIFIED:
-                self._identify(unique, view)
             request = bytes(view[:size])
         else:
             request = view[:size]
@@ -246,7 +246,7 @@ class Pump:
 
     def _identify(self, unique: int, view: memoryview) -> None:
         request_id = self._next_id
-        self._next_id = request_id % REQUEST_ID_MAX + 1
+        self._next_id = request_id + 1 if request_id < REQUEST_ID_MAX else PID_MAX + 1
         self._ids[unique] = request_id
         wire.put_u32(view, wire.IN_PID_OFFSET, request_id)
 

@@ -5,17 +5,10 @@ is sent again, marked in the state file that the new daemon inherits, and per op
 the result *answered once, applied once*:
 
 ``AGAIN``   applying twice gives the same result: the new daemon needs to know nothing.
-``NAMED``   the second application would fail (EEXIST, ENOENT) or undo the first: the daemon asks
-            ``Replays.take`` when it sees that failure, and answers success.
+``ONCE``    the second application would fail (EEXIST, ENOENT), undo the first, or undo what another node has done
+            since: the request has an id, the daemon stores it with the change, and finds it at the replay.
 ``DROP``    the kernel waits for no answer: not repeated, and the new daemon expects no effect.
 ``OWN``     the supervisor's own business, never repeated as it is.
-
-Why NAMED is sound on one node: the kernel holds the parent's lock (both parents' for rename) from before it
-sends a create, mkdir, mknod, symlink, link, unlink, rmdir or rename until the answer is there, and it sends the
-first four only for a name that it has just seen missing, the others only for one that it has seen. No other
-caller of this mount can have changed the name in between, so EEXIST or ENOENT at a replay is the mark of the
-first application. Where others can change the name without this kernel (a catalogue shared by nodes), the
-request id decides: the catalogue stores it with the change, and a replay finds its own.
 
 Concurrency: ``Replays`` belongs to the daemon's trio thread. Called by the pump and by the FUSE adaptor.
 """
@@ -23,7 +16,7 @@ Concurrency: ``Replays`` belongs to the daemon's trio thread. Called by the pump
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from . import wire
@@ -34,7 +27,7 @@ class Rule(enum.Enum):
     """How an unanswered request of a dead daemon is treated."""
 
     AGAIN = "again"
-    NAMED = "named"
+    ONCE = "once"
     DROP = "drop"
     OWN = "own"
 
@@ -49,33 +42,46 @@ class Row:
 
 
 _READS = "reads only"
-_ENTRY = "EEXIST and the entry found is what was asked for: answer that entry"
+_ENTRY = "the id is stored with the entry that it made: answer that"
+_GONE = "the id is stored with the removal: answer success"
 
 #: Every opcode of protocol 7.45. An opcode that is not here is treated as AGAIN.
 TABLE: dict[int, Row] = {
     wire.LOOKUP: Row("LOOKUP", Rule.AGAIN, "reads only; the lookup count belongs to the one answer"),
     wire.FORGET: Row("FORGET", Rule.DROP, "counts of a dead daemon are void: a count never falls below zero"),
     wire.GETATTR: Row("GETATTR", Rule.AGAIN, _READS),
-    wire.SETATTR: Row("SETATTR", Rule.AGAIN, "absolute values; the inode's lock keeps later writes behind it"),
+    wire.SETATTR: Row(
+        "SETATTR",
+        Rule.ONCE,
+        "absolute values, but others may have written since; a size that is not published yet: AGAIN",
+    ),
     wire.READLINK: Row("READLINK", Rule.AGAIN, _READS),
-    wire.SYMLINK: Row("SYMLINK", Rule.NAMED, _ENTRY + " (a symlink with the same target)"),
-    wire.MKNOD: Row("MKNOD", Rule.NAMED, _ENTRY),
-    wire.MKDIR: Row("MKDIR", Rule.NAMED, _ENTRY + " (a directory)"),
-    wire.UNLINK: Row("UNLINK", Rule.NAMED, "ENOENT: it is gone, answer success"),
-    wire.RMDIR: Row("RMDIR", Rule.NAMED, "ENOENT: it is gone, answer success"),
-    wire.RENAME: Row("RENAME", Rule.NAMED, "source missing and target there: answer success"),
-    wire.LINK: Row("LINK", Rule.NAMED, _ENTRY + " (the same inode)"),
-    wire.OPEN: Row("OPEN", Rule.AGAIN, "a handle nobody was told of is dropped; O_TRUNC twice is O_TRUNC"),
+    wire.SYMLINK: Row("SYMLINK", Rule.ONCE, _ENTRY),
+    wire.MKNOD: Row("MKNOD", Rule.ONCE, _ENTRY),
+    wire.MKDIR: Row("MKDIR", Rule.ONCE, _ENTRY),
+    wire.UNLINK: Row("UNLINK", Rule.ONCE, _GONE),
+    wire.RMDIR: Row("RMDIR", Rule.ONCE, _GONE),
+    wire.RENAME: Row("RENAME", Rule.ONCE, "the id is stored with the rename: answer success"),
+    wire.LINK: Row("LINK", Rule.ONCE, _ENTRY),
+    wire.OPEN: Row(
+        "OPEN",
+        Rule.AGAIN,
+        "a handle nobody was told of is dropped; O_TRUNC happens at one moment of the call, the later one",
+    ),
     wire.READ: Row("READ", Rule.AGAIN, _READS),
     wire.WRITE: Row("WRITE", Rule.AGAIN, "the kernel has resolved O_APPEND: offset and bytes are absolute"),
     wire.STATFS: Row("STATFS", Rule.AGAIN, _READS),
     wire.RELEASE: Row("RELEASE", Rule.AGAIN, "a handle that is unknown or ended already: answer success"),
     wire.FSYNC: Row("FSYNC", Rule.AGAIN, "a condition on the bytes, not a change of them"),
-    wire.SETXATTR: Row("SETXATTR", Rule.AGAIN, "absolute value; with XATTR_CREATE or _REPLACE the request id decides"),
+    wire.SETXATTR: Row("SETXATTR", Rule.ONCE, "XATTR_CREATE fails the second time; others may have changed it since"),
     wire.GETXATTR: Row("GETXATTR", Rule.AGAIN, _READS),
     wire.LISTXATTR: Row("LISTXATTR", Rule.AGAIN, _READS),
-    wire.REMOVEXATTR: Row("REMOVEXATTR", Rule.NAMED, "ENODATA: it is gone, answer success"),
-    wire.FLUSH: Row("FLUSH", Rule.AGAIN, "publishes what is dirty: after the first time nothing is"),
+    wire.REMOVEXATTR: Row("REMOVEXATTR", Rule.ONCE, _GONE),
+    wire.FLUSH: Row(
+        "FLUSH",
+        Rule.AGAIN,
+        "publishes what is dirty, and the publication knows its bytes: after the first time nothing is",
+    ),
     wire.INIT: Row("INIT", Rule.OWN, "the remembered one is sent first, its answer compared and kept"),
     wire.OPENDIR: Row("OPENDIR", Rule.AGAIN, "a handle nobody was told of is dropped"),
     wire.READDIR: Row("READDIR", Rule.AGAIN, "offsets must mean the same to the new daemon"),
@@ -85,7 +91,7 @@ TABLE: dict[int, Row] = {
     wire.SETLK: Row("SETLK", Rule.AGAIN, "pyfuse3 leaves locks to the kernel"),
     wire.SETLKW: Row("SETLKW", Rule.AGAIN, "pyfuse3 leaves locks to the kernel"),
     wire.ACCESS: Row("ACCESS", Rule.AGAIN, _READS),
-    wire.CREATE: Row("CREATE", Rule.NAMED, _ENTRY + ", opened; O_EXCL is met, for the name was missing"),
+    wire.CREATE: Row("CREATE", Rule.ONCE, _ENTRY + ", opened"),
     wire.INTERRUPT: Row("INTERRUPT", Rule.OWN, "pyfuse3 ignores interrupts: not passed on at all"),
     wire.BMAP: Row("BMAP", Rule.AGAIN, _READS),
     wire.DESTROY: Row("DESTROY", Rule.AGAIN, "the end of the mount"),
@@ -95,7 +101,7 @@ TABLE: dict[int, Row] = {
     wire.BATCH_FORGET: Row("BATCH_FORGET", Rule.DROP, "as FORGET"),
     wire.FALLOCATE: Row("FALLOCATE", Rule.AGAIN, "absolute range (pyfuse3 answers ENOSYS)"),
     wire.READDIRPLUS: Row("READDIRPLUS", Rule.AGAIN, "as READDIR; lookup counts belong to the one answer"),
-    wire.RENAME2: Row("RENAME2", Rule.NAMED, "as RENAME; RENAME_EXCHANGE twice undoes itself: the request id decides"),
+    wire.RENAME2: Row("RENAME2", Rule.ONCE, "as RENAME; an exchange that is done twice is undone"),
     wire.LSEEK: Row("LSEEK", Rule.AGAIN, _READS),
     wire.COPY_FILE_RANGE: Row("COPY_FILE_RANGE", Rule.AGAIN, "absolute ranges (pyfuse3 answers ENOSYS)"),
     wire.SETUPMAPPING: Row("SETUPMAPPING", Rule.AGAIN, "DAX, not negotiated"),
@@ -106,10 +112,14 @@ TABLE: dict[int, Row] = {
 }
 
 #: Operations whose header shows the request id in place of the caller's pid.
-IDENTIFIED = frozenset({op for op, row in TABLE.items() if row.rule is Rule.NAMED} | {wire.SETATTR, wire.SETXATTR})
+IDENTIFIED = frozenset({op for op, row in TABLE.items() if row.rule is Rule.ONCE})
 
+#: The kernel's own limit: a ``ctx.pid`` above is a request id.
+PID_MAX = 1 << 22
 #: ``ctx.pid`` is a signed 32-bit number.
 REQUEST_ID_MAX = (1 << 31) - 1
+
+_XATTR_CREATE = 1
 
 
 def describe(request: wire.Buffer, request_id: int) -> Replayed:
@@ -127,36 +137,22 @@ def describe(request: wire.Buffer, request_id: int) -> Replayed:
     )
 
 
-_SAME = {wire.RENAME2: wire.RENAME}
-
-
 class Replays:
-    """The requests that the daemon of an earlier life left unanswered, as the FUSE adaptor asks about them.
-
-    A handler of a NAMED operation calls ``take`` once, *on entry*, and keeps the answer: when it is True and the
-    operation then meets the failure that a second application gives, the handler answers success. The replay is
-    the first request for its name that a new daemon sees, so a row that was taken can serve no later request.
-    """
+    """The requests that the daemons of earlier lives left unanswered, by request id."""
 
     def __init__(self, rows: Iterable[Replayed] = ()) -> None:
-        self._by_name: dict[tuple[int, int, bytes], Replayed] = {}
-        self._ids: set[int] = set()
-        for row in rows:
-            if row.request_id:
-                self._ids.add(row.request_id)
-            if row.name:
-                self._by_name[_SAME.get(row.opcode, row.opcode), row.node, row.name] = row
+        self._rows = {row.request_id: row for row in rows if row.request_id}
 
     def __len__(self) -> int:
-        return len(self._by_name)
+        return len(self._rows)
 
-    def take(self, opcode: int, parent: int, name: bytes) -> bool:
-        """Whether this very operation is a replay; it is forgotten then. ``opcode`` as in ``wire``.
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._rows)
 
-        RENAME asks with the *old* parent and name, REMOVEXATTR with the inode and the attribute's name.
-        """
-        return self._by_name.pop((_SAME.get(opcode, opcode), parent, name), None) is not None
+    def __contains__(self, request_id: int) -> bool:
+        return request_id in self._rows
 
-    def is_replay(self, request_id: int) -> bool:
-        """Whether the request that shows this id as ``ctx.pid`` was given to an earlier daemon too."""
-        return request_id in self._ids
+    def creates_xattr(self, request_id: int) -> bool:
+        """Whether a SETXATTR wants the attribute to be new (XATTR_CREATE), which pyfuse3 does not tell its handler."""
+        row = self._rows.get(request_id)
+        return row is not None and row.opcode == wire.SETXATTR and bool(row.node2 & _XATTR_CREATE)

@@ -183,10 +183,11 @@ def names_of(request: Buffer) -> tuple[bytes, bytes]:
 
 
 def second_node_of(request: Buffer) -> int:
-    """RENAME: the new parent. LINK: the inode that gets a name. Otherwise 0."""
-    if opcode_of(request) in (RENAME, RENAME2, LINK):
+    """RENAME: the new parent. LINK: the inode that gets a name. SETXATTR: its flags. Otherwise 0."""
+    opcode = opcode_of(request)
+    if opcode in (RENAME, RENAME2, LINK):
         return u64(request, IN_HEADER.size)
-    return 0
+    return u32(request, IN_HEADER.size + 4) if opcode == SETXATTR else 0
 
 
 def open_flags_of(request: Buffer) -> int:

@@ -9,7 +9,7 @@ import pytest
 
 from cachexfs.supervisor import wire
 from cachexfs.supervisor.messages import Replayed
-from cachexfs.supervisor.replay import IDENTIFIED, TABLE, Replays, Rule, describe
+from cachexfs.supervisor.replay import IDENTIFIED, PID_MAX, TABLE, Replays, Rule, describe
 
 from .conftest import Mount
 
@@ -84,18 +84,18 @@ def fsync(point: Path) -> None:
     os.close(fd)
 
 
-NAMED: list[Callable[[Path], None]] = [create, mkdir, symlink, link, mknod, unlink, rmdir, rename]
+ONCE: list[Callable[[Path], None]] = [create, mkdir, symlink, link, mknod, unlink, rmdir, rename]
 AGAIN: list[Callable[[Path], None]] = [write, truncate, flush, fsync]
 
 
-@pytest.mark.parametrize("work", NAMED + AGAIN, ids=lambda work: work.__name__)
+@pytest.mark.parametrize("work", ONCE + AGAIN, ids=lambda work: work.__name__)
 def test_replayed_once_applied_once(mount: Mount, work: Callable[[Path], None]) -> None:
     (mount.root / "old").write_bytes(b"old bytes")
     (mount.root / "dir").mkdir()
     mount.up("--passthrough", "off", die=work.__name__)
     work(mount.point)
     assert mount.status()["restarts"] == 1
-    if work in NAMED:
+    if work in ONCE:
         assert mount.applied(work.__name__) == 1
     else:
         assert mount.applied(work.__name__) >= 2
@@ -125,24 +125,26 @@ def test_several_requests_of_one_moment_are_all_replayed(mount: Mount) -> None:
     assert mount.umount() == 0
 
 
-def test_the_failure_of_a_new_request_is_not_hidden_by_an_old_replay() -> None:
-    row = Replayed(wire.MKDIR, 10, 5, 1, b"d", 0, b"")
-    replays = Replays([row])
-    assert not replays.take(wire.MKDIR, 1, b"other")
-    assert not replays.take(wire.CREATE, 1, b"d")
-    assert not replays.take(wire.MKDIR, 2, b"d")
-    assert replays.take(wire.MKDIR, 1, b"d")
-    assert not replays.take(wire.MKDIR, 1, b"d")
-    assert replays.is_replay(5)
-    assert not replays.is_replay(10)
+def test_request_ids_are_no_process_ids() -> None:
+    row = Replayed(wire.MKDIR, 10, PID_MAX + 5, 1, b"d", 0, b"")
+    replays = Replays([row, Replayed(wire.LOOKUP, 12, 0, 1, b"e", 0, b"")])
+    assert list(replays) == [PID_MAX + 5]
+    assert int(Path("/proc/sys/kernel/pid_max").read_text()) <= PID_MAX
 
 
-def test_rename2_is_asked_for_as_rename() -> None:
+@pytest.mark.parametrize("flags", [0, os.XATTR_CREATE, os.XATTR_REPLACE])
+def test_the_flags_of_a_setxattr_are_remembered(flags: int) -> None:
+    body = (3).to_bytes(4, "little") + flags.to_bytes(4, "little") + b"user.a\0xyz"
+    request = wire.IN_HEADER.pack(40 + len(body), wire.SETXATTR, 12, 3, 0, 0, 0, 0, 0) + body
+    replays = Replays([describe(request, PID_MAX + 1)])
+    assert replays.creates_xattr(PID_MAX + 1) == (flags == os.XATTR_CREATE)
+
+
+def test_a_rename_is_described_with_both_names() -> None:
     body = (7).to_bytes(8, "little") + bytes(8) + b"old\0new\0"
     request = wire.IN_HEADER.pack(40 + len(body), wire.RENAME2, 12, 3, 0, 0, 77, 0, 0) + body
     row = describe(request, 77)
     assert (row.node, row.name, row.node2, row.name2) == (3, b"old", 7, b"new")
-    assert Replays([row]).take(wire.RENAME, 3, b"old")
 
 
 def test_the_table_covers_every_operation_of_the_protocol() -> None:
@@ -153,7 +155,7 @@ def test_the_table_covers_every_operation_of_the_protocol() -> None:
     }
     assert {wire.RENAME2, wire.CREATE} <= operations
     assert operations - set(TABLE) == set()
-    assert {op for op, row in TABLE.items() if row.rule is Rule.NAMED} <= IDENTIFIED
+    assert {op for op, row in TABLE.items() if row.rule is Rule.ONCE} <= IDENTIFIED
     assert {op for op, row in TABLE.items() if row.rule is Rule.DROP} | {wire.INTERRUPT} == wire.NO_REPLY
 
 
