@@ -140,12 +140,17 @@ def _connect(entry: mounts.Entry, silence_s: float) -> socket.socket:
             return connection
 
 
+def supervisor_socket(entry: mounts.Entry) -> str:
+    """Where the supervisor of a mount listens, if it has one: beside its daemon."""
+    return entry.socket.removesuffix(".sock") + ".supervisor"
+
+
 def _is_supervised(entry: mounts.Entry) -> bool:
-    """Whether a supervisor of the mount is alive: it listens beside the daemon's socket."""
+    """Whether a supervisor of the mount is alive."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         probe.settimeout(1.0)
         try:
-            probe.connect(entry.socket.removesuffix(".sock") + ".supervisor")
+            probe.connect(supervisor_socket(entry))
         except OSError:
             return False
         return True

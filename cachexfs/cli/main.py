@@ -23,15 +23,18 @@ EXIT_INTERRUPTED = 130
 
 @dataclass(frozen=True, slots=True)
 class Lazy:
-    """Where a command lives (``module``, attribute ``command``) and what ``cachexfs --help`` says of it."""
+    """Where a command lives (``module``, ``attribute``) and what ``cachexfs --help`` says of it."""
 
     module: str
     help: str
+    attribute: str = "command"
 
 
 COMMANDS = {
     "mount": Lazy("cachexfs.cli.mount", "Mount a PFS directory on this node."),
     "umount": Lazy("cachexfs.cli.umount", "Bring everything to the PFS, then unmount."),
+    "restart": Lazy("cachexfs.cli.restart", "Another daemon under a live mount."),
+    "upgrade": Lazy("cachexfs.cli.restart", "Another version of the daemon under a live mount.", "upgrade"),
     "status": Lazy("cachexfs.cli.status", "How far each checkpoint has got; exit 3 on errors or lost protection."),
     "wait": Lazy("cachexfs.cli.wait", "Wait until a file or checkpoint is at a boundary."),
     "latest": Lazy("cachexfs.cli.latest", "The newest checkpoint that can be restarted from."),
@@ -74,7 +77,7 @@ class LazyGroup(click.Group):
             return None
         lazy = COMMANDS.get(cmd_name) or HIDDEN.get(cmd_name)
         if lazy is not None:
-            command = importlib.import_module(lazy.module).command
+            command = getattr(importlib.import_module(lazy.module), lazy.attribute)
             assert isinstance(command, click.Command)
             return command
         group = click.Group()

@@ -12,7 +12,8 @@ import os
 import signal
 import socket
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from . import messages, wire
@@ -71,11 +72,30 @@ class Process:
         return self._process.wait()
 
 
-def spawn(argv: Sequence[str], environment: dict[str, str], fds: Sequence[int]) -> subprocess.Popen[bytes]:
-    """Start a daemon's program with these descriptors, in a session of its own."""
+@dataclass(frozen=True)
+class Program:
+    """What a daemon is: its command and its environment."""
+
+    argv: tuple[str, ...]
+    environment: Mapping[str, str]
+
+    def run_by(self, interpreter: str) -> Program:
+        """The same with another Python, which finds its modules where it is installed."""
+        if interpreter == self.argv[0]:
+            return self
+        kept = {name: value for name, value in self.environment.items() if name not in _WHERE_MODULES_ARE}
+        return Program((interpreter, *self.argv[1:]), kept)
+
+
+_WHERE_MODULES_ARE = ("PYTHONPATH", "PYTHONHOME")
+
+
+def spawn(program: Program, variables: Mapping[str, str], fds: Sequence[int]) -> subprocess.Popen[bytes]:
+    """Start a daemon with these descriptors and further variables, in a session of its own."""
     process = subprocess.Popen(
-        list(argv), env=environment, pass_fds=tuple(fds), stdin=subprocess.DEVNULL, start_new_session=True
-    )
+        program.argv, env={**program.environment, **variables}, pass_fds=tuple(fds), stdin=subprocess.DEVNULL,
+        start_new_session=True,
+    )  # fmt: skip
     try:
         # The supervisor may be spared by the out-of-memory killer; the daemon, which can be replaced, is not.
         with open(f"/proc/{process.pid}/oom_score_adj", "wb") as score:
@@ -103,8 +123,7 @@ class Child(Process):
 
     def __init__(
         self,
-        argv: Sequence[str],
-        environment: dict[str, str],
+        program: Program,
         state: bytes,
         *,
         passthrough: bool,
@@ -127,7 +146,7 @@ class Child(Process):
                     standby.reap()
                 variables = {name: str(fd) for name, fd in zip(messages.ENV_FDS, theirs, strict=True)}
                 variables[messages.ENV_PASSTHROUGH] = str(int(passthrough))
-                super().__init__(spawn(argv, {**environment, **variables}, theirs))
+                super().__init__(spawn(program, variables, theirs))
         except BaseException:
             for pair in pairs:
                 pair[0].close()

@@ -15,7 +15,7 @@ import time
 from collections.abc import Mapping
 
 from . import messages, mount
-from .child import Child
+from .child import Child, Program
 from .control import Control
 from .lifecycle import EXIT_NOT_DURABLE, Lifecycle, Phase
 from .messages import Event
@@ -52,6 +52,7 @@ class Supervisor:
         self._child: Child | None = None
         self._abandoned: list[Child] = []
         self._is_swap_wanted = False
+        self._swaps_refused = 0
         self._is_initialised = self._is_ready = False
         self._is_retire_due = False
         self._answered_at_start = 0
@@ -64,13 +65,11 @@ class Supervisor:
         self._unmounter: mount.Unmounter | None = None
         self._signal_fd, self._wakeup_fd = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._status = StatusSocket(plan.status_path, self._epoll, self._command)
-        self._environment = {
-            **environment,
-            messages.ENV_MOUNT_ID: secrets.token_hex(8),
-            messages.ENV_MOUNTPOINT: plan.mountpoint,
-        }
+        names = {messages.ENV_MOUNT_ID: secrets.token_hex(8), messages.ENV_MOUNTPOINT: plan.mountpoint}
+        #: What daemons are, and what they were while the present one has not served yet.
+        self._program = self._program_before = Program(plan.argv, {**environment, **names})
         self._ready_fd = plan.ready_fd
-        self._ahead = Ahead(plan.argv, self._environment, self._epoll)
+        self._ahead = Ahead(self._program, self._epoll)
 
     # -- the loop ---------------------------------------------------------------------------------------
 
@@ -180,14 +179,13 @@ class Supervisor:
         state = messages.pack_state(life.life, self._pump.replays(), self._session.handles())
         try:
             child = Child(
-                self._plan.argv,
-                self._environment,
+                self._program,
                 state,
                 passthrough=not self._session.no_passthrough,
                 standby=self._ahead.take(),
             )
         except OSError as error:
-            self._failed(f"cannot run {self._plan.argv[0]}: {error.strerror}")
+            self._failed(f"cannot run {self._program.argv[0]}: {error.strerror}")
             return
         self._child = child
         self._epoll.register(child.control.fileno(), select.EPOLLIN)
@@ -219,6 +217,7 @@ class Supervisor:
         if not (self._is_initialised and self._is_ready and life.phase is Phase.STARTING):
             return
         life.enter(Phase.SERVING)
+        self._program_before = self._program
         self._served_s = time.monotonic()
         if not life.has_served:
             life.has_served = True
@@ -245,13 +244,16 @@ class Supervisor:
         self._life.deadlines.pop("warm", None)
         if self._is_swap_wanted:
             self._is_swap_wanted = False
+            self._swaps_refused += 1
             self._life.last_failure = f"the new daemon was not taken: {why}"
             log(f"{self._life.last_failure}; the old one goes on")
             self._ahead.discard()
+            self._use(self._program)
 
     def _begin_swap(self) -> None:
         self._is_swap_wanted = False
         self._life.deadlines.pop("warm", None)
+        self._program = self._ahead.program
         if self._life.phase is Phase.SERVING:
             self._life.enter(Phase.RETIRING, time.monotonic() + self._plan.limits.grace_s)
             self._is_retire_due = True
@@ -308,6 +310,11 @@ class Supervisor:
         if self._kill_reason:
             why = f"{why}: {self._kill_reason}"
         log(f"{why}; {self._pump.pending_count} requests unanswered")
+        if self._program is not self._program_before:
+            why = f"the new program was not taken: {why}"
+            self._swaps_refused += 1
+            self._ahead.discard()
+            self._use(self._program_before)
         if life.failed(why, had_progress=had_progress, now=time.monotonic()) is Phase.FAILED:
             log(f"giving up after {life.failures} failures in a row: every request gets EIO")
             self._pump.fail_everything()
@@ -335,12 +342,22 @@ class Supervisor:
 
     # -- what the user asks -----------------------------------------------------------------------------
 
-    def restart(self) -> str:
-        """Swap the daemon (upgrade), or try again after giving up. What is happening, for the user."""
+    def _use(self, program: Program) -> None:
+        self._program = self._ahead.program = program
+
+    def restart(self, interpreter: str = "") -> str:
+        """Swap the daemon, or try again after giving up. What is happening, for the user.
+
+        ``interpreter``: the Python that runs the next daemons; if they never serve, the old one's comes back.
+        """
+        if interpreter and not (os.path.isabs(interpreter) and os.access(interpreter, os.X_OK)):
+            return f"not now: {interpreter} is no program that can be run"
         life = self._life
+        program = self._program.run_by(interpreter) if interpreter else self._program
         now = time.monotonic()
         if life.phase is Phase.FAILED:
             life.failures, life.exit_code = 0, 0
+            self._use(program)
             self._pump.serve_again()
             self._start()
             return "trying again"
@@ -349,10 +366,12 @@ class Supervisor:
         if self._plan.standby_after_s is not None:
             # The new code is started before the old daemon ends: if it cannot start, nothing has happened.
             self._ahead.discard()
+            self._ahead.program = program
             self._is_swap_wanted = True
             life.deadlines["warm"] = now + self._plan.limits.start_s
             self._start_ahead()
         else:
+            self._ahead.program = program
             self._begin_swap()
         return "restarting"
 
@@ -414,8 +433,8 @@ class Supervisor:
     # -- what the user sees -----------------------------------------------------------------------------
 
     def _command(self, command: str) -> dict[str, object]:
-        if command == "restart":
-            return {"said": self.restart()}
+        if command == "restart" or command.startswith("restart "):
+            return {"said": self.restart(command.removeprefix("restart").strip())}
         if command == "stop":
             return {"said": self.stop()}
         if command == "status":
@@ -430,6 +449,8 @@ class Supervisor:
             "mountpoint": self._plan.mountpoint,
             "supervisor_pid": os.getpid(),
             "daemon_pid": self._child.pid if self._child else 0,
+            "interpreter": self._program.argv[0],
+            "swaps_refused": self._swaps_refused,
             "standby_pid": self._ahead.pid,
             "standby_is_warm": self._ahead.is_warm,
             "uptime_s": round(time.monotonic() - self._started_s, 3),

@@ -13,18 +13,18 @@ import subprocess
 from collections.abc import Sequence
 
 from . import messages
-from .child import Process, spawn
+from .child import Process, Program, spawn
 
 
 class Standby(Process):
     """A daemon process that has been started ahead: it waits, its imports done, to be given a mount."""
 
-    def __init__(self, argv: Sequence[str], environment: dict[str, str]) -> None:
+    def __init__(self, program: Program) -> None:
         """Start it; ``OSError`` when the program cannot be run."""
         self.handover, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             variables = {messages.ENV_STANDBY_FD: str(theirs.fileno())}
-            super().__init__(spawn(argv, {**environment, **variables}, [theirs.fileno()]))
+            super().__init__(spawn(program, variables, [theirs.fileno()]))
         self.handover.setblocking(False)
 
     def is_warm(self) -> bool:
@@ -58,9 +58,9 @@ class Standby(Process):
 class Ahead:
     """At most one standby, and its socket in the epoll until it has said that it waits."""
 
-    def __init__(self, argv: Sequence[str], environment: dict[str, str], epoll: select.epoll) -> None:
-        self._argv = argv
-        self._environment = environment
+    def __init__(self, program: Program, epoll: select.epoll) -> None:
+        #: What the next standby is.
+        self.program = program
         self._epoll = epoll
         self._standby: Standby | None = None
         #: The descriptor to watch, or -1.
@@ -77,9 +77,9 @@ class Ahead:
         """Start one unless there is one; why it cannot be run, or the empty string."""
         if self._standby is None:
             try:
-                self._standby = Standby(self._argv, self._environment)
+                self._standby = Standby(self.program)
             except OSError as error:
-                return f"cannot run {self._argv[0]}: {error.strerror}"
+                return f"cannot run {self.program.argv[0]}: {error.strerror}"
             self.fd = self._standby.handover.fileno()
             self._epoll.register(self.fd, select.EPOLLIN)
         return ""

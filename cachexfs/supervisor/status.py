@@ -13,7 +13,7 @@ import socket
 from collections.abc import Callable
 
 _CLIENTS_MAX = 16
-_COMMAND_BYTES_MAX = 256
+_COMMAND_BYTES_MAX = 8192
 
 
 class StatusSocket:
@@ -61,7 +61,7 @@ class StatusSocket:
         try:
             raw = client.recv(_COMMAND_BYTES_MAX)
             if raw:
-                command = raw.decode("ascii", "replace").strip()
+                command = raw.decode("utf-8", "replace").strip()
                 client.send(json.dumps(self._answer(command)).encode() + b"\n")
         except OSError:
             pass  # the client went away
