@@ -30,6 +30,7 @@ from cachexfs.adapters.catalogue_etcd import EtcdCatalogue
 from cachexfs.adapters.clock import ReferenceClock
 from cachexfs.adapters.etcd_server import EtcdServer
 from cachexfs.adapters.file_digest import digest_file
+from cachexfs.adapters.format_child import FormatChild
 from cachexfs.adapters.peer_client import PeerClients
 from cachexfs.adapters.peer_server import PeerServer
 from cachexfs.adapters.pfs_pool import PfsPool
@@ -137,6 +138,7 @@ class Daemon:
             parts.drainer.load()
             for task in (parts.replicator.run, parts.drainer.run, parts.keeper.run, takeover.run, parts.files.watch):
                 services.start_soon(task)
+            services.start_soon(completeness.run)
             services.start_soon(self._forecast.run)
             services.start_soon(recover.verify, node)
             services.start_soon(self._look_at_pfs, parts)
@@ -231,7 +233,7 @@ class Daemon:
         replicator = Replicator(node, files, source)
         drainer = Drainer(node, files, source)
         keeper = Keeper(node, files)
-        completeness = Completeness(node, files, source)
+        completeness = Completeness(node, files, source, FormatChild())
         takeover = Takeover(node)
         source.keeper, source.replicator = keeper, replicator
         node.members = completeness.members_of

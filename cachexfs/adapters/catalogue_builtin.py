@@ -13,11 +13,13 @@ the new file takes the journal's name. Called by the engine; made and run by the
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import fcntl
+import mmap
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TypeVar
 
@@ -164,23 +166,24 @@ class BuiltinCatalogue:
     # ---- opening and closing
     def _replay(self) -> int:
         """Fill the replica from the file, cut a torn end; returns the length."""
-        data = self._path.read_bytes()
-        found = journal.scan(data)
-        if found.damage:
-            raise self._corrupt(found.good_length, found.damage)
-        if not found.good_length:
+        size = os.fstat(self._fd).st_size
+        with mmap.mmap(self._fd, size, prot=mmap.PROT_READ) if size else contextlib.nullcontext(b"") as data:
+            frames = journal.Frames(data)
+            try:
+                self._replay_items(journal.decode(payload) for payload in frames)
+            except ValueError as error:
+                raise self._corrupt(frames.good_length, frames.damage or str(error)) from error
+        if frames.damage:
+            raise self._corrupt(frames.good_length, frames.damage)
+        if not frames.good_length:
             os.ftruncate(self._fd, 0)
             os.write(self._fd, journal.header())
             return journal.HEADER_BYTES
-        try:
-            self._replay_items([journal.decode(payload) for payload in found.payloads])
-        except ValueError as error:
-            raise self._corrupt(found.good_length, str(error)) from error
-        if found.good_length < len(data):
-            os.ftruncate(self._fd, found.good_length)
-        return found.good_length
+        if frames.good_length < size:
+            os.ftruncate(self._fd, frames.good_length)
+        return frames.good_length
 
-    def _replay_items(self, items: list[journal.Item]) -> None:
+    def _replay_items(self, items: Iterable[journal.Item]) -> None:
         rows: list[Change] | None = []
         for item in items:
             if isinstance(item, Mutation) and not rows:
@@ -274,7 +277,7 @@ def _write_snapshot(path: Path, entries: list[tuple[bytes, Entry]], revision: in
         _write(fd, journal.header())
         for start in range(0, len(entries), ROWS_PER_FRAME):
             part = entries[start : start + ROWS_PER_FRAME]
-            rows = [(key, encode(entry.record), entry.created, entry.modified) for key, entry in part]
+            rows = [(key, entry.encoded, entry.created, entry.modified) for key, entry in part]
             _write(fd, journal.encode(Rows(rows)))
         _write(fd, journal.encode(End(revision, len(entries))))
         if fsync:

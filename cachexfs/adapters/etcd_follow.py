@@ -24,7 +24,6 @@ from cachexfs.adapters.etcd_client import (
     WatchAnswer,
 )
 from cachexfs.adapters.etcd_outage import Outage
-from cachexfs.core.records import encode
 from cachexfs.core.replica import Change, Replica
 from cachexfs.engine.interfaces import Listener
 from cachexfs.errors import CorruptError
@@ -128,7 +127,7 @@ class Follower:
             if old is not None and old.created != row.create_revision:
                 changes.append(Change(key, None, 0, revision))
                 old = None
-            if old is None or old.modified != row.mod_revision or (set_back and encode(old.record) != row.value):
+            if old is None or old.modified != row.mod_revision or (set_back and old.encoded != row.value):
                 changes.append(Change(key, row.value, row.create_revision, row.mod_revision))
         gone = [Change(key, None, 0, revision) for key, _ in self.view.items() if key not in found]
         return gone + changes

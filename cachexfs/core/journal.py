@@ -12,7 +12,9 @@ is not mistaken for a frame that goes on beyond the end.
 
 from __future__ import annotations
 
+import mmap
 import struct
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import crc32c
@@ -83,31 +85,50 @@ def frame(payload: bytes) -> bytes:
     return head + _CRC.pack(crc32c.crc32c(head)) + payload
 
 
+class Frames:
+    """The payloads of a whole file, one after the other, without a copy of it.
+
+    Once they have been gone through, ``good_length`` and ``damage`` are as in ``Scan``. ``data`` may be a memory map.
+    """
+
+    def __init__(self, data: bytes | mmap.mmap) -> None:
+        self._data = data
+        self.good_length = 0
+        self.damage = ""
+
+    def __iter__(self) -> Iterator[bytes]:
+        data, size = self._data, len(self._data)
+        first, expected = data[:HEADER_BYTES], header()
+        if size < HEADER_BYTES:
+            self.damage = "" if expected.startswith(first) else "it does not start like a journal"
+            return
+        if first != expected:
+            self.damage = _wrong_header(first)
+            return
+        at = self.good_length = HEADER_BYTES
+        while at + FRAME_BYTES <= size:
+            length, payload_crc = _HEAD.unpack_from(data, at)
+            (head_crc,) = _CRC.unpack_from(data, at + _HEAD.size)
+            if head_crc != crc32c.crc32c(data[at : at + _HEAD.size]) or not 0 < length <= PAYLOAD_BYTES_MAX:
+                if data[at:].strip(b"\0"):  # else: space that the filesystem had given but that was never written
+                    self.damage = "the frame's own checksum is wrong"
+                return
+            end = at + FRAME_BYTES + length
+            if end > size:
+                return
+            payload = data[at + FRAME_BYTES : end]
+            if crc32c.crc32c(payload) != payload_crc:
+                self.damage = "the record's checksum is wrong"
+                return
+            yield payload
+            at = self.good_length = end
+
+
 def scan(data: bytes) -> Scan:
     """Read a whole file. An empty one, or the beginning of a header, is an empty journal."""
-    expected = header()
-    if len(data) < HEADER_BYTES:
-        return Scan([], 0, "" if expected.startswith(data) else "it does not start like a journal")
-    if data[:HEADER_BYTES] != expected:
-        return Scan([], 0, _wrong_header(data))
-    payloads: list[bytes] = []
-    at = HEADER_BYTES
-    while at + FRAME_BYTES <= len(data):
-        length, payload_crc = _HEAD.unpack_from(data, at)
-        (head_crc,) = _CRC.unpack_from(data, at + _HEAD.size)
-        if head_crc != crc32c.crc32c(data[at : at + _HEAD.size]) or not 0 < length <= PAYLOAD_BYTES_MAX:
-            if not data[at:].strip(b"\0"):  # space that the filesystem had given but that was never written
-                break
-            return Scan(payloads, at, "the frame's own checksum is wrong")
-        end = at + FRAME_BYTES + length
-        if end > len(data):
-            break
-        payload = data[at + FRAME_BYTES : end]
-        if crc32c.crc32c(payload) != payload_crc:
-            return Scan(payloads, at, "the record's checksum is wrong")
-        payloads.append(payload)
-        at = end
-    return Scan(payloads, at)
+    frames = Frames(data)
+    payloads = list(frames)
+    return Scan(payloads, frames.good_length, frames.damage)
 
 
 def _wrong_header(data: bytes) -> str:

@@ -27,8 +27,8 @@ ROOT_FID = 4096
 FORMAT_VERSION = 1
 
 
-class Record(msgspec.Struct, frozen=True, array_like=True):
-    """Base of all catalogue records: immutable, encoded as a msgpack array."""
+class Record(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Base of all catalogue records: immutable, encoded as a msgpack array. They never form a circle (``gc=False``)."""
 
 
 class Dirent(Record, frozen=True, tag="d"):

@@ -31,6 +31,7 @@ from cachexfs.core.records import (
     OpKind,
     decode,
     dirent_key,
+    encode,
     generation_key,
     inode_key,
     life_key,
@@ -40,13 +41,43 @@ from cachexfs.core.records import (
 )
 
 
-@dataclass(frozen=True, slots=True)
 class Entry:
-    """A record with the revisions of its creation and last change."""
+    """A record with the revisions of its creation and last change.
 
-    record: AnyRecord
-    created: int
-    modified: int
+    Inodes and generations stay encoded, for there are as many of them as files: decoded they take five times the
+    memory, and decoding one takes about a microsecond.
+    """
+
+    __slots__ = ("_value", "created", "modified")
+
+    def __init__(self, value: bytes | AnyRecord, created: int, modified: int) -> None:
+        self._value = value
+        self.created = created
+        self.modified = modified
+
+    @property
+    def record(self) -> AnyRecord:
+        """The record; of an encoded one a new object each time."""
+        value = self._value
+        return decode(value) if isinstance(value, bytes) else value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Entry) and self._state == other._state
+
+    def __repr__(self) -> str:
+        return f"Entry{self._state}"
+
+    @property
+    def _state(self) -> tuple[AnyRecord, int, int]:
+        return self.record, self.created, self.modified
+
+    __hash__ = None  # type: ignore[assignment]
+
+    @property
+    def encoded(self) -> bytes:
+        """The record as the catalogue stores it."""
+        value = self._value
+        return value if isinstance(value, bytes) else encode(value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +88,10 @@ class Change:
     value: bytes | None
     created: int
     modified: int
+
+
+_Name = tuple[int, bytes]
+"""(parent, name)."""
 
 
 class Guard(Enum):
@@ -92,12 +127,14 @@ class Replica:
         self.revision = 0
         self._entries: dict[bytes, Entry] = {}
         self._children: dict[int, dict[bytes, Dirent]] = {}
-        self._parents: dict[int, dict[tuple[int, bytes], None]] = {}
+        self._parents: dict[int, _Name | dict[_Name, None]] = {}  # nearly every file has one name
+        self._directories: dict[int, int] = {}  # one object for each id that many names have as their parent
         self._subdirs: dict[int, int] = {}
         self._ops: dict[bytes, Entry] = {}
         self._ops_of: dict[int, dict[bytes, None]] = {}
         self._renames: dict[bytes, bytes] = {}
         self._listers: dict[int, dict[bytes, None]] = {}
+        self._failing: dict[bytes, None] = {}
         self._nodes: dict[str, Node] = {}
         self._lives: dict[str, Life] = {}
 
@@ -153,7 +190,8 @@ class Replica:
 
     def names_of(self, fid: int) -> list[tuple[int, bytes]]:
         """(parent, name) of each name of a file; empty once it is removed."""
-        return list(self._parents.get(fid, ()))
+        found = self._parents.get(fid, ())
+        return [found] if isinstance(found, tuple) and found else list(found)
 
     def ops(self) -> Iterator[tuple[bytes, Op, int]]:
         """Pending PFS operations in visibility order: (key, operation, creation revision)."""
@@ -181,9 +219,22 @@ class Replica:
             names = self._parents.get(fid)
             if not names:
                 return None
-            fid, name = next(iter(names))
+            fid, name = names if isinstance(names, tuple) else next(iter(names))
             parts.append(name)
         return b"/".join(reversed(parts))
+
+    def inodes(self) -> Iterator[tuple[int, Inode]]:
+        """All files and directories as of this call; a walk through everything."""
+        for key, entry in list(self._entries.items()):
+            if key.startswith(b"i/") and isinstance(record := entry.record, Inode):
+                yield int(key[2:], 16), record
+
+    def failing(self) -> Iterator[tuple[int, Inode]]:
+        """Files and directories whose record has an error."""
+        for key in self._failing:
+            record = self._entries[key].record
+            assert isinstance(record, Inode)
+            yield int(key[2:], 16), record
 
     def is_moving(self, fid: int) -> bool:
         """Whether a link or rename of the file, or a rename above it, has not landed on the PFS yet."""
@@ -231,26 +282,38 @@ class Replica:
         for change in changes:
             old = self._entries.get(change.key)
             new = None if change.value is None else decode(change.value)
-            if old is not None:
-                self._unindex(change.key, old.record, keep=new)
+            before = old.record if old is not None else None
+            if before is not None:
+                self._unindex(change.key, before, keep=new)
             if new is None:
                 self._entries.pop(change.key, None)
             else:
-                entry = Entry(new, change.created, change.modified)
+                # Equal revisions as one object: an integer takes as much as half an entry.
+                modified = revision if change.modified == revision else change.modified
+                created = modified if change.created == modified else change.created
+                packed = change.value if isinstance(new, Inode | Generation) else None
+                entry = Entry(packed or new, created, modified)
                 self._entries[change.key] = entry
-                self._index(change.key, entry)
-            done.append((change.key, old.record if old else None, new))
+                self._index(change.key, entry, new)
+            done.append((change.key, before, new))
         self.revision = revision
         return done
 
-    def _index(self, key: bytes, entry: Entry) -> None:
-        record = entry.record
-        if isinstance(record, Dirent):
+    def _index(self, key: bytes, entry: Entry, record: AnyRecord) -> None:
+        if isinstance(record, Inode):
+            if record.error:
+                self._failing[key] = None
+        elif isinstance(record, Dirent):
             parent, name = split_dirent_key(key)
+            parent = self._directories.setdefault(parent, parent)
             self._children.setdefault(parent, {})[name] = record
             if lists_members(name):
                 self._listers.setdefault(parent, {})[name] = None
-            self._parents.setdefault(record.fid, {})[parent, name] = None
+            others = self._parents.get(record.fid)
+            if others is None or others == (parent, name):
+                self._parents[record.fid] = (parent, name)
+            else:
+                self._parents[record.fid] = {**_names(others), (parent, name): None}
             if record.kind == "d":
                 self._subdirs[parent] = self._subdirs.get(parent, 0) + 1
         elif isinstance(record, Op):
@@ -264,19 +327,26 @@ class Replica:
             self._lives[record.node] = record
 
     def _unindex(self, key: bytes, record: AnyRecord, keep: AnyRecord | None) -> None:
-        if isinstance(record, Dirent):
+        if isinstance(record, Inode):
+            self._failing.pop(key, None)
+        elif isinstance(record, Dirent):
             parent, name = split_dirent_key(key)
             siblings = self._children.get(parent, {})
             if keep is None:
                 siblings.pop(name, None)
                 if not siblings:
                     self._children.pop(parent, None)
+                    self._directories.pop(parent, None)
                     self._listers.pop(parent, None)
                 elif parent in self._listers:
                     self._listers[parent].pop(name, None)
-            names = self._parents.get(record.fid, {})
+            names = _names(self._parents.get(record.fid, {}))
             names.pop((parent, name), None)
-            if not names:
+            if len(names) == 1:
+                self._parents[record.fid] = next(iter(names))
+            elif names:
+                self._parents[record.fid] = names
+            else:
                 self._parents.pop(record.fid, None)
             if record.kind == "d":
                 self._subdirs[parent] -= 1
@@ -296,6 +366,10 @@ class Replica:
             self._nodes.pop(record.name, None)
         elif isinstance(record, Life):
             self._lives.pop(record.node, None)
+
+
+def _names(found: _Name | dict[_Name, None]) -> dict[_Name, None]:
+    return {found: None} if isinstance(found, tuple) else dict(found)
 
 
 class Tx:

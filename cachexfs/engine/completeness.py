@@ -1,10 +1,11 @@
 """Which directories are checkpoints, and whether they can be restarted from.
 
 Role: walks the catalogue, asks ``core.formats`` what a checkpoint needs, and compares with what is there: present,
-long enough, of one generation, at which boundary. Commit files are parsed outside the trio thread, once per
-content.
+long enough, of one generation, at which boundary. Commit files are parsed once per content: small ones in a thread,
+others by the ``FormatReader``, a process of its own.
 
-Concurrency: any number of callers; a result is as old as the catalogue's replica when it was computed.
+Concurrency: any number of callers; a result is as old as the catalogue's replica when it was computed. One task reads a
+commit file, whoever waits for it and however long; who is less patient is told that it is being read.
 """
 
 from __future__ import annotations
@@ -23,11 +24,15 @@ from cachexfs.core.formats import FormatError, Members
 from cachexfs.core.records import Inode
 from cachexfs.engine.content import Reader
 from cachexfs.engine.files import Files
+from cachexfs.engine.interfaces import FormatReader
 from cachexfs.engine.node import Node
 from cachexfs.errors import CacheXError, FsError
 
 FILES_MAX = 500_000
 CACHE_MAX = 256
+THREAD_BYTES_MAX = 256 << 10  # 20 ms of parsing; a thread that runs Python longer is felt by every request
+PATIENCE_S = 5.0  # of an application that asks for an attribute
+LATER_S = 30.0  # before what could not be read is tried again
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,12 +78,22 @@ class Checkpoint:
 class Completeness:
     """Answers about checkpoints."""
 
-    def __init__(self, node: Node, files: Files, reader: Reader) -> None:
+    def __init__(self, node: Node, files: Files, reader: Reader, apart: FormatReader | None = None) -> None:
         self.node = node
         self.files = files
         self.reader = reader
-        self._parsed: OrderedDict[tuple[object, ...], Members | str] = OrderedDict()
+        self._apart = apart
+        self._nursery: trio.Nursery | None = None
+        self._parsed: OrderedDict[_Key, Members | str] = OrderedDict()
+        self._reading: dict[_Key, _Reading] = {}
         self._members: dict[tuple[int, int], Collection[bytes]] = {}
+
+    async def run(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        """Let commit files be read in the background, until cancelled. Without this every caller reads to the end."""
+        async with trio.open_nursery() as nursery:
+            self._nursery = nursery
+            task_status.started()
+            await trio.sleep_forever()
 
     def members_of(self, fid: int, gen: int) -> Collection[bytes] | None:
         """Names that a commit file's generation lists, if it has been parsed here."""
@@ -105,14 +120,17 @@ class Completeness:
         names = [name for name, entry in self.node.catalogue.view.children(fid).items() if entry.kind == "f"]
         return list(formats.recognise(names))
 
-    async def checkpoint(self, fid: int) -> Checkpoint | None:
-        """What a directory is worth as a checkpoint; None when nothing in it is a recognised commit file."""
+    async def checkpoint(self, fid: int, patience_s: float = PATIENCE_S) -> Checkpoint | None:
+        """What a directory is worth as a checkpoint; None when nothing in it is a recognised commit file.
+
+        ``patience_s``: how long to wait for a commit file that has not been read before.
+        """
         found = self.commits(fid)
         if not found:
             return None
         result = Checkpoint(fid, self.reader.path(fid) or b"", found[0][0].name, found[0][1])
         tree = {path: (child, inode) for path, child, inode in self.walk(fid)}
-        members = await self._describe(fid, tree, [commit for _, commit in found])
+        members = await self._describe(fid, tree, [commit for _, commit in found], patience_s)
         if isinstance(members, str):
             result.missing.append(Piece(found[0][1], self._origin(tree, found[0][1]), members))
             self._sum(result, tree, set(tree))
@@ -183,20 +201,57 @@ class Completeness:
                     setattr(result, name, max(found))
 
     async def _describe(
-        self, fid: int, tree: dict[bytes, tuple[int, Inode]], commits: Collection[bytes]
+        self, fid: int, tree: dict[bytes, tuple[int, Inode]], commits: Collection[bytes], patience_s: float
     ) -> Members | str:
-        key = (fid, *((name, tree[name][0], tree[name][1].gen) for name in commits if name in tree), frozenset(tree))
+        generations = tuple((name, tree[name][0], tree[name][1].gen) for name in commits if name in tree)
+        key = (fid, generations, len(tree), hash(frozenset(tree)))
         if key in self._parsed:
             self._parsed.move_to_end(key)
             return self._parsed[key]
-        bridge = _Bridge(self.reader, self.files, self.node, tree)
+        reading = self._reading.get(key)
+        if reading is not None and reading.done.is_set() and self.node.clock.now_s() > reading.ended_s + LATER_S:
+            reading = None
+        if reading is None:
+            self._reading[key] = reading = _Reading(self.node.clock.now_s())
+            if self._nursery is None:
+                await self._read(key, reading, tree)
+            else:
+                self._nursery.start_soon(self._read, key, reading, tree)
+        with trio.move_on_after(patience_s):
+            await reading.done.wait()
+        if reading.done.is_set():
+            return reading.result
+        waited_s = self.node.clock.now_s() - reading.began_s
+        return f"cannot be read now: it is large and being read (for {waited_s:.0f} s)"
+
+    async def _read(self, key: _Key, reading: _Reading, tree: dict[bytes, tuple[int, Inode]]) -> None:
+        """Parse the commit files of a directory; what is found is kept, what may go better later is not."""
         try:
-            found = await trio.to_thread.run_sync(formats.describe, bridge)
-            members: Members | str = found if found is not None else "no commit file"
+            members = await self._parse(tree)
+            reading.result = members if members is not None else "no commit file"
         except FormatError as error:
-            members = f"cannot be read: {error}"
-        except CacheXError as error:
-            return f"cannot be read now: {error}"
+            reading.result = f"cannot be read: {error}"
+        except (CacheXError, OSError) as error:
+            reading.result = f"cannot be read now: {error}"
+            reading.ended_s = self.node.clock.now_s()
+            return
+        finally:
+            reading.done.set()
+        del self._reading[key]
+        self._keep(key, reading.result, tree)
+
+    async def _parse(self, tree: dict[bytes, tuple[int, Inode]]) -> Members | None:
+        bridge = _Bridge(self.reader, self.files, self.node, tree)
+        if self._apart is None:
+            return await trio.to_thread.run_sync(formats.describe, bridge)
+        bridge.bytes_left = THREAD_BYTES_MAX
+        try:
+            return await trio.to_thread.run_sync(formats.describe, bridge)
+        except _TooMuchError:
+            sizes = {path: inode.size for path, (_, inode) in tree.items()}
+            return await self._apart.describe(sizes, bridge.fetch)
+
+    def _keep(self, key: _Key, members: Members | str, tree: dict[bytes, tuple[int, Inode]]) -> None:
         self._parsed[key] = members
         if isinstance(members, Members) and members.commit in tree:
             child, inode = tree[members.commit]
@@ -205,9 +260,10 @@ class Completeness:
             self._parsed.popitem(last=False)
         while len(self._members) > 4 * CACHE_MAX:
             del self._members[next(iter(self._members))]
-        return members
 
-    async def below(self, fid: int, ensure: Callable[[int], Awaitable[None]] | None = None) -> list[Checkpoint]:
+    async def below(
+        self, fid: int, ensure: Callable[[int], Awaitable[None]] | None = None, patience_s: float = PATIENCE_S
+    ) -> list[Checkpoint]:
         """All checkpoints at or below a directory, outermost only, newest step last.
 
         Directories of the PFS that nobody has looked into yet are left out, unless ``ensure`` brings their entries
@@ -220,7 +276,8 @@ class Completeness:
                 await ensure(directory)
             checkpoint = None
             if any(not is_pointer_name(commit) for _, commit in self.commits(directory)):
-                checkpoint = await self.checkpoint(directory)
+                await trio.lowlevel.checkpoint()  # a hundred checkpoints of a thousand files take a second
+                checkpoint = await self.checkpoint(directory, patience_s)
             if checkpoint is not None:
                 found.append(checkpoint)
                 continue
@@ -228,8 +285,28 @@ class Completeness:
         return sorted(found, key=lambda c: (c.path.rpartition(b"/")[0], _step(c.path), c.path))
 
 
+_Key = tuple[int, tuple[tuple[bytes, int, int], ...], int, int]
+"""Directory, commit files with their generations, number and hash of the names below."""
+
+
+@dataclass(slots=True)
+class _Reading:
+    """A commit file that is being read, or could not be."""
+
+    began_s: float
+    done: trio.Event = field(default_factory=trio.Event)
+    result: Members | str = "cannot be read now"
+    ended_s: float = 0.0
+
+
+class _TooMuchError(CacheXError):
+    """More would have to be read than a thread may."""
+
+
 class _Bridge:
-    """``formats.Files`` over the engine, for a parser that runs in a thread."""
+    """``formats.Files`` over the engine, for a parser that runs in a thread and may read ``bytes_left``."""
+
+    bytes_left: float = float("inf")
 
     def __init__(self, reader: Reader, files: Files, node: Node, tree: dict[bytes, tuple[int, Inode]]) -> None:
         self._reader, self._files, self._node, self._tree = reader, files, node, tree
@@ -242,9 +319,13 @@ class _Bridge:
         return found[1].size if found is not None else None
 
     def read(self, name: bytes, offset: int, length: int) -> bytes:
-        return trio.from_thread.run(self._read, name, offset, length)
+        self.bytes_left -= min(length, self.size(name) or 0)
+        if self.bytes_left < 0:
+            raise _TooMuchError
+        return trio.from_thread.run(self.fetch, name, offset, length)
 
-    async def _read(self, name: bytes, offset: int, length: int) -> bytes:
+    async def fetch(self, name: bytes, offset: int, length: int) -> bytes:
+        """Bytes of a file as it is published now."""
         fid = self._tree[name][0]
         content = self._node.catalogue.view.generation(fid)
         if content is None:

@@ -19,7 +19,7 @@ import errno
 import logging
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import trio
 
@@ -68,12 +68,27 @@ class Vnode:
     passed: int = 0  # open handles whose writes the kernel puts into ``fd`` without asking
     backed: int = 0  # open handles that the kernel serves from ``fd``, of readers too: while there are, ``fd`` stays
     cached: int = 0  # open handles that use the page cache
-    closing: set[Handle] = field(default_factory=set)  # passed ones that were flushed: their RELEASE may be on its way
+    closing: set[Handle] | None = None  # passed ones that were flushed: their RELEASE may be on its way
     seen: tuple[int, int] = (0, 0)  # size and mtime of ``fd`` when its changes were last counted
     synced: Synced | None = None
     digested: tuple[int, int, tuple[bytes, bytes, list[bytes]]] | None = None
-    change_lock: trio.Lock = field(default_factory=trio.Lock)
-    publish_lock: trio.Lock = field(default_factory=trio.Lock)
+    _change_lock: trio.Lock | None = None
+    _publish_lock: trio.Lock | None = None
+
+    # Most of a hundred thousand vnodes are only looked at: what writers need is made when it is needed.
+    @property
+    def change_lock(self) -> trio.Lock:
+        """Covers the exchange of the staging file."""
+        if self._change_lock is None:
+            self._change_lock = trio.Lock()
+        return self._change_lock
+
+    @property
+    def publish_lock(self) -> trio.Lock:
+        """Makes publications happen one after the other."""
+        if self._publish_lock is None:
+            self._publish_lock = trio.Lock()
+        return self._publish_lock
 
     @property
     def dirty(self) -> bool:
@@ -196,6 +211,19 @@ class Files:
         if vnode.removed and stage:
             self.node.staging.remove(stage)
 
+    def _rest(self, vnode: Vnode) -> None:
+        """Nobody has the file open: give its descriptor back. The kernel remembers far more files than we may open.
+
+        What comes next opens the staged file again: ``_open_local``, ``_continue``.
+        """
+        if vnode.handles or vnode.dirty or vnode.removed or vnode.backed:
+            return
+        if any(lock is not None and lock.locked() for lock in (vnode._change_lock, vnode._publish_lock)):
+            return
+        if vnode.stage and vnode.stage == vnode.content.stage:
+            self._close_stage(vnode)
+            vnode._change_lock = vnode._publish_lock = vnode.closing = None
+
     def _close_stage(self, vnode: Vnode) -> None:
         if vnode.fd >= 0:
             os.close(vnode.fd)
@@ -272,7 +300,8 @@ class Files:
         vnode.passed -= handle.passed
         if not vnode.passed:
             self._passing.discard(vnode)
-        vnode.closing.discard(handle)
+        if vnode.closing is not None:
+            vnode.closing.discard(handle)
         vnode.backed -= handle.backed
         vnode.cached -= handle.cached
         try:
@@ -284,6 +313,7 @@ class Files:
             vnode.handles -= 1
             if not vnode.dirty and not vnode.removed and vnode.stage not in ("", vnode.content.stage):
                 self._leave_copy(vnode)
+            self._rest(vnode)
             self._drop_if_idle(vnode)
             if handle.writable:
                 self.on_released(vnode.fid)
@@ -389,7 +419,7 @@ class Files:
         with trio.move_on_after(SETTLE_S):
             while vnode.closing:  # noqa: ASYNC110
                 await trio.sleep(0.001)
-        vnode.closing.clear()  # flushed by a duplicate's close: still open
+        vnode.closing = None  # flushed by a duplicate's close: still open
 
     async def watch(self) -> None:
         """Follow files that grow without asking: send ahead, make room. Until cancelled."""
@@ -535,47 +565,49 @@ class Files:
         ``request``: what is published is all that this request asked for (``Requests``).
         """
         async with vnode.publish_lock:
-            self.refresh(vnode)
-            if not vnode.dirty:
-                return
-            if vnode.removed or self.node.catalogue.view.inode(vnode.fid) is None:
-                self._abandon(vnode)
-                return
-            version, size = vnode.version, os.fstat(vnode.fd).st_size
-            self._check_size(size)  # the kernel may have grown a passed file
-            stage = vnode.stage
-            vnode.sealed = max(vnode.sealed, size)
-            late = vnode.passed and size > DIGEST_AT_ONCE_BYTES_MAX
-            if late and (vnode.digested is None or vnode.digested[:2] != (version, size)):
-                digest, tree = (
-                    b"",
-                    b"",
-                )  # told once the last writer is gone: hashing would take half the time of writing
-            else:
-                digest, tree, _ = await self._digests(vnode, version, size)
-            copies = self._copies(vnode, version, stage, size)
-            content = Content(
-                size, digest, tree, stage if size else "", copies, vnode.mtime_ns, self._target(vnode, size)
+            await self._publish(vnode, request)
+        self._rest(vnode)
+
+    async def _publish(self, vnode: Vnode, request: int | None) -> None:
+        self.refresh(vnode)
+        if not vnode.dirty:
+            return
+        if vnode.removed or self.node.catalogue.view.inode(vnode.fid) is None:
+            self._abandon(vnode)
+            return
+        version, size = vnode.version, os.fstat(vnode.fd).st_size
+        self._check_size(size)  # the kernel may have grown a passed file
+        stage = vnode.stage
+        vnode.sealed = max(vnode.sealed, size)
+        late = vnode.passed and size > DIGEST_AT_ONCE_BYTES_MAX
+        if late and (vnode.digested is None or vnode.digested[:2] != (version, size)):
+            digest, tree = (
+                b"",
+                b"",
+            )  # told once the last writer is gone: hashing would take half the time of writing
+        else:
+            digest, tree, _ = await self._digests(vnode, version, size)
+        copies = self._copies(vnode, version, stage, size)
+        content = Content(size, digest, tree, stage if size else "", copies, vnode.mtime_ns, self._target(vnode, size))
+        ctx, base = self.node.ctx(), vnode.content.gen
+        change = self.node.requests.once(
+            request, lambda tx: int(publication.publish(tx, ctx, vnode.fid, base, content) is not None)
+        )
+        if not await self.node.catalogue.mutate(change):
+            self._abandon(vnode)
+            return
+        generation = self.node.catalogue.view.generation(vnode.fid)
+        assert generation is not None
+        vnode.content = generation
+        vnode.published = version
+        self.on_released(vnode.fid)  # no longer a created file that is open: its drain may begin
+        if generation.conflict:
+            self.node.errors[f"conflict:{vnode.fid:x}"] = (
+                f"a generation of node {generation.conflict} was replaced without having been seen"
             )
-            ctx, base = self.node.ctx(), vnode.content.gen
-            change = self.node.requests.once(
-                request, lambda tx: int(publication.publish(tx, ctx, vnode.fid, base, content) is not None)
-            )
-            if not await self.node.catalogue.mutate(change):
-                self._abandon(vnode)
-                return
-            generation = self.node.catalogue.view.generation(vnode.fid)
-            assert generation is not None
-            vnode.content = generation
-            vnode.published = version
-            self.on_released(vnode.fid)  # no longer a created file that is open: its drain may begin
-            if generation.conflict:
-                self.node.errors[f"conflict:{vnode.fid:x}"] = (
-                    f"a generation of node {generation.conflict} was replaced without having been seen"
-                )
-            if not size and vnode.stage == stage and not vnode.dirty and not vnode.backed:
-                self._close_stage(vnode)
-                self.node.staging.remove(stage)
+        if not size and vnode.stage == stage and not vnode.dirty and not vnode.backed:
+            self._close_stage(vnode)
+            self.node.staging.remove(stage)
 
     async def _digests(self, vnode: Vnode, version: int, size: int) -> tuple[bytes, bytes, list[bytes]]:
         if vnode.digested is not None and vnode.digested[:2] == (version, size):
@@ -673,7 +705,7 @@ class Files:
         vnode = handle.vnode
         self.refresh(vnode)
         if handle.passed:
-            vnode.closing.add(handle)
+            vnode.closing = {handle, *(vnode.closing or ())}
         if vnode.dirty and (handle.wrote or handle.passed):
             await self.publish(vnode)
         elif vnode.content.open and (handle.writable or not vnode.writers) and not vnode.dirty and not vnode.removed:

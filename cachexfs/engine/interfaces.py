@@ -6,10 +6,11 @@ here are what both promise and what the contract suites test.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
+from cachexfs.core.formats import Members
 from cachexfs.core.records import AnyRecord, Copy, Generation
 from cachexfs.core.replica import Replica, Tx
 
@@ -329,4 +330,19 @@ class ReplicaHolder(Protocol):
     @property
     def used_bytes(self) -> int:
         """Bytes of NVMe in use."""
+        ...
+
+
+class FormatReader(Protocol):
+    """Finds out what a checkpoint consists of where that takes long, or where nobody knows who wrote it."""
+
+    async def describe(
+        self, sizes: Mapping[bytes, int], read: Callable[[bytes, int, int], Awaitable[bytes]]
+    ) -> Members | None:
+        """``formats.describe`` of the files ``sizes`` (paths relative to the checkpoint directory -> bytes), whose
+        bytes come from ``read(name, offset, length)``, at most so many, fewer only at the end.
+
+        The event loop stays free. Raises ``FormatError``, also where a limit of memory or processor time is met,
+        ``CannotTellError`` when it may succeed later, and what ``read`` raises.
+        """
         ...

@@ -51,7 +51,7 @@ async def adopt(node: Node, keeper: Keeper, files: Files, open_files: Mapping[in
             continue
         await _adopt_one(node, keeper, stage, fid, gen)
     for key, entry in list(node.catalogue.view.items()):
-        record = entry.record
+        record = entry.record if key.startswith((b"g/", b"i/")) else None
         if isinstance(record, rec.Generation) and int(key[2:], 16) in open_files:
             continue
         if isinstance(record, Inode) and (vnode := files.known(int(key[2:], 16))) is not None and vnode.dirty:
@@ -213,11 +213,9 @@ class Takeover:
             self._dead.clear()
 
     async def _take_over(self, dead: str) -> None:
-        for key, entry in list(self.node.catalogue.view.items()):
-            record = entry.record
-            if not isinstance(record, Inode) or record.writing != dead:
+        for fid, record in self.node.catalogue.view.inodes():
+            if record.writing != dead:
                 continue
-            fid = int(key[2:], 16)
             try:
                 await self._one(fid, record, dead)
             except CacheXError as error:

@@ -109,8 +109,8 @@ class Replicator:
 
     def review(self) -> None:
         """Look at every file again (a node died or joined)."""
-        for key, entry in list(self.node.catalogue.view.items()):
-            if isinstance(entry.record, Generation):
+        for key, _ in list(self.node.catalogue.view.items()):
+            if key.startswith(b"g/"):
                 self._want(int(key[2:], 16))
 
     def _want(self, fid: int) -> None:
