@@ -239,6 +239,7 @@ class Daemon:
         node.members = completeness.members_of
         drainer.on_landed = keeper.landed
         files.on_released = drainer.released
+        files.on_orphan_closed = keeper.check
         self._forecast = Forecast(node, completeness, self._records_path())
         for listener in (self._forecast.notice, keeper.notice, replicator.notice, drainer.notice, takeover.notice):
             catalogue.listen(listener)

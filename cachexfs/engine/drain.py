@@ -248,9 +248,11 @@ class Drainer:
         inode = view.inode(record.fid)
         if record.store != self.node.staging.store or hidden in self._made.get(record.fid, ()):
             return
-        self._made.setdefault(record.fid, {})[hidden] = record.gen
         landed = inode.pfs.gen if inode is not None and inode.pfs is not None else 0
-        await self._discard(record.fid, *self._stale(record.fid, _GEN_MAX if inode is None else landed))
+        if record.gen <= (_GEN_MAX if inode is None else landed) and hidden not in self._to_land(record.fid):
+            await self._discard(record.fid, hidden)  # noted only if it stays: a failure is tried again
+        else:
+            self._made.setdefault(record.fid, {})[hidden] = record.gen
 
     # ---- operations
     async def _carry_out(self, key: bytes, op: Op, state: _State) -> None:
@@ -422,8 +424,12 @@ class Drainer:
 
     def _stale(self, fid: int, gen: int) -> list[str]:
         """Hidden names that fsyncs made of contents up to a generation, and that no pending operation will land."""
-        wanted = {self._hidden(op) for _, op in self.node.catalogue.view.ops_of(fid) if op.kind == OpKind.PUT}
+        wanted = self._to_land(fid)
         return [name for name, made in self._made.get(fid, {}).items() if name not in wanted and made <= gen]
+
+    def _to_land(self, fid: int) -> set[str]:
+        """Hidden names that pending operations will land."""
+        return {self._hidden(op) for _, op in self.node.catalogue.view.ops_of(fid) if op.kind == OpKind.PUT}
 
     async def _forget_prepared(self, fid: int) -> None:
         """A file is gone that had been fsynced: so is what that prepared, once the PFS agrees."""
@@ -617,7 +623,8 @@ class Drainer:
     # ---- fsync=pfs
     async def sync(self, vnode: Vnode) -> None:
         """Bytes of a file in progress, with a recovery record, fsynced on the PFS under a hidden name."""
-        if vnode.dirty or (vnode.fd >= 0 and self.files.busy(vnode.fid)):  # its drain waits for the writer's close
+        busy = vnode.fd >= 0 and self.files.busy(vnode.fid) and not vnode.content.open
+        if vnode.dirty or busy:  # its drain waits for the writer's close
             _, size, digests = await self.files.snapshot(vnode)
             inode = self.node.catalogue.view.inode(vnode.fid)
             if inode is None:

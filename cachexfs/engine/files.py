@@ -41,6 +41,7 @@ SETTLE_S = 0.25
 DIGEST_AT_ONCE_BYTES_MAX = 1 << 20  # hashing so little costs less than telling the digest later
 PASS_ROOM_BYTES_MIN = 256 << 20  # what a passed writer may write between two looks, with something to spare
 WRITABLE = os.O_WRONLY | os.O_RDWR
+PLAIN_MODE, PASSED_MODE = 0o600, 0o700  # of a staged file; the second one while the kernel may be changing it
 UNWRITABLE = 1 << 62  # as ``sealed``: every write continues in a private copy
 
 
@@ -129,6 +130,7 @@ class Files:
         self._current: dict[int, Vnode] = {}
         self._passing: set[Vnode] = set()  # those that the kernel may be changing
         self.on_released: Callable[[int], None] = lambda fid: None
+        self.on_orphan_closed: Callable[[str], None] = node.staging.remove
 
     # ---- vnodes
     def vnode(self, fid: int) -> Vnode:
@@ -146,6 +148,7 @@ class Files:
             self._rebind(vnode, generation)
             return vnode
         del self._current[fid]
+        self._rest(vnode)
         self._drop_if_idle(vnode)
         return self._bind(fid, self._free_ino(fid), generation)
 
@@ -209,7 +212,13 @@ class Files:
         stage = vnode.stage
         self._close_stage(vnode)
         if vnode.removed and stage:
-            self.node.staging.remove(stage)
+            self.on_orphan_closed(stage)  # a drain may need it yet, for a commit file that names it
+
+    def evicted(self, fid: int) -> None:
+        """The staged file of a file's content was removed: nobody keeps its memory by an open descriptor."""
+        vnode = self._current.get(fid)
+        if vnode is not None:
+            self._rest(vnode)
 
     def _rest(self, vnode: Vnode) -> None:
         """Nobody has the file open: give its descriptor back. The kernel remembers far more files than we may open.
@@ -298,8 +307,6 @@ class Files:
         if handle.writable:
             vnode.writers -= 1
         vnode.passed -= handle.passed
-        if not vnode.passed:
-            self._passing.discard(vnode)
         if vnode.closing is not None:
             vnode.closing.discard(handle)
         vnode.backed -= handle.backed
@@ -310,6 +317,10 @@ class Files:
             if handle.passed and not vnode.passed:
                 await self._complete(vnode)
         finally:
+            if not vnode.passed and vnode in self._passing:
+                self._passing.discard(vnode)
+                if vnode.fd >= 0 and not vnode.dirty and not vnode.removed:
+                    os.fchmod(vnode.fd, PLAIN_MODE)
             vnode.handles -= 1
             if not vnode.dirty and not vnode.removed and vnode.stage not in ("", vnode.content.stage):
                 self._leave_copy(vnode)
@@ -352,6 +363,8 @@ class Files:
                 vnode.seen = self._look(vnode.fd)
             handle.passed = True
             vnode.passed += 1
+            if not vnode.removed:
+                os.fchmod(vnode.fd, PASSED_MODE)  # should this daemon die, its bytes are newer than what was published
             self._passing.add(vnode)
 
     async def unshare(self, vnode: Vnode) -> None:

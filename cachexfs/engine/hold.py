@@ -40,7 +40,7 @@ class Keeper:
             for stage in self.node.replicas.stages() if self.node.replicas else ():
                 fid, _ = parse_stage(stage)
                 if self.node.catalogue.view.inode(fid) is None:
-                    self._check(stage)
+                    self.check(stage)
             await trio.sleep_forever()
 
     def notice(self, changes: list[tuple[bytes, AnyRecord | None, AnyRecord | None]]) -> None:
@@ -59,7 +59,7 @@ class Keeper:
                 if new is None:
                     self.files.orphaned(int(key[2:], 16), old)
         for stage in stages:
-            self._check(stage)
+            self.check(stage)
 
     def referenced(self, stage: str) -> bool:
         """Whether a generation, a pending drain, an fsync or an open file needs a stage."""
@@ -75,7 +75,8 @@ class Keeper:
         vnode = self.files.known(fid)
         return vnode is not None and vnode.stage == stage
 
-    def _check(self, stage: str) -> None:
+    def check(self, stage: str) -> None:
+        """Give back a stage that nothing needs any more."""
         if not stage or self.referenced(stage):
             return
         if self.node.staging.has(stage):
@@ -100,6 +101,7 @@ class Keeper:
             return True
         for fid, stage in self._evictable():
             before = staging.used_bytes
+            self.files.evicted(fid)
             staging.remove(stage)
             self.evicted_bytes += before - staging.used_bytes
             if self._nursery is not None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+import stat
 from collections.abc import Mapping
 
 import msgspec
@@ -20,7 +21,7 @@ from cachexfs.core.publication import Content
 from cachexfs.core.records import AnyRecord, Copy, Inode, Life
 from cachexfs.core.replica import Tx
 from cachexfs.core.stages import parse_stage
-from cachexfs.engine.files import Files, file_bytes_max
+from cachexfs.engine.files import PASSED_MODE, PLAIN_MODE, Files, file_bytes_max
 from cachexfs.engine.hold import Keeper
 from cachexfs.engine.node import Node
 from cachexfs.errors import CacheXError
@@ -116,8 +117,13 @@ def _in_progress(node: Node, stage: str, fid: int, gen: int) -> bool:
     if generation is None:
         return True
     if generation.stage == stage:
-        return node.staging.size(stage) > generation.size
+        return node.staging.size(stage) > generation.size or _was_passed(node, stage)
     return gen > generation.gen
+
+
+def _was_passed(node: Node, stage: str) -> bool:
+    """Whether the kernel could change a staged file without asking when the daemon died."""
+    return stat.S_IMODE(os.stat(node.staging.path(stage)).st_mode) == PASSED_MODE
 
 
 async def _adopt_one(node: Node, keeper: Keeper, stage: str, fid: int, gen: int) -> None:
@@ -125,7 +131,8 @@ async def _adopt_one(node: Node, keeper: Keeper, stage: str, fid: int, gen: int)
     inode = node.catalogue.view.inode(fid)
     size = node.staging.size(stage)
     if generation is not None and inode is not None:
-        if generation.stage == stage and size < generation.size:
+        passed = generation.stage == stage and _was_passed(node, stage)
+        if generation.stage == stage and size < generation.size and not passed:
             gone = {(node.name, node.staging.store)}
             ctx = node.ctx()
             why = f"the staged file on node {node.name} is damaged: {size} of {generation.size} bytes"
@@ -134,7 +141,7 @@ async def _adopt_one(node: Node, keeper: Keeper, stage: str, fid: int, gen: int)
             return
         if generation.stage == stage and not generation.tree:
             await _complete(node, stage, fid, generation)
-        newer = size > generation.size if generation.stage == stage else gen > generation.gen
+        newer = size > generation.size or passed if generation.stage == stage else gen > generation.gen
         if newer and size > file_bytes_max(node):
             log.error("%s: not published: %d bytes are more than staging may hold", stage, size)
             return
@@ -160,8 +167,12 @@ async def _publish(node: Node, stage: str, fid: int, base: int, size: int) -> No
     try:
         digest, tree, _ = await node.digests(fd, size)
         mtime_ns = os.fstat(fd).st_mtime_ns
+        os.fchmod(fd, PLAIN_MODE)
     finally:
         os.close(fd)
+    before = node.catalogue.view.generation(fid)
+    if before is not None and (before.stage, before.size, before.tree) == (stage, size, tree):
+        return  # nobody has changed it since it was published
     copies = (Copy(node.name, node.staging.store, "memory", node.clock.now_s()),) if size else ()
     content = Content(size, digest, tree, stage if size else "", copies, mtime_ns)
     ctx = node.ctx()

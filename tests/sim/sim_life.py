@@ -6,9 +6,10 @@ that runs then (``finally``) finds adaptors that do nothing any more, as after S
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -42,6 +43,7 @@ from cachexfs.errors import FsError
 
 T = TypeVar("T")
 EPOCH_S = 1_700_000_000.0
+_mounts = itertools.count(1)
 
 
 class SimClock:
@@ -105,14 +107,27 @@ class Outcome:
 
     value: object = None
     errno: int = 0
+    why: str = ""
     killed: bool = True
     done: trio.Event = field(default_factory=trio.Event)
 
 
 class Life:
-    """A daemon from its start to its death."""
+    """A daemon from its start to its death. ``mount`` is the same for all daemons under one supervisor."""
 
-    def __init__(self, options: MountOptions, log: Log, pfs: SimPfs, clock: SimClock, rng: random.Random) -> None:
+    def __init__(
+        self,
+        options: MountOptions,
+        log: Log,
+        pfs: SimPfs,
+        clock: SimClock,
+        rng: random.Random,
+        after: Life | None = None,
+    ) -> None:
+        self.mount = after.mount if after is not None else next(_mounts)
+        self.supervised = False  # its death is not that of the mount
+        self.open_files: Mapping[int, int] = {}
+        self.resume: Callable[[Files], None] = lambda files: None
         assert options.staging is not None
         self.staging = SimStaging(options.staging, options.memory)
         self.staging.open()
@@ -136,6 +151,7 @@ class Life:
         node.members = completeness.members_of
         drainer.on_landed = keeper.landed
         files.on_released = drainer.released
+        files.on_orphan_closed = keeper.check
         for listener in (keeper.notice, replicator.notice, drainer.notice, takeover.notice):
             self.catalogue.listen(listener)
         attributes = Attributes(node, files, completeness)
@@ -151,11 +167,15 @@ class Life:
             async with trio.open_nursery() as nursery:
                 self.nursery = nursery
                 await self._register()
-                await recover.adopt(self.node, self.parts.keeper, self.parts.files, {})
+                await recover.adopt(self.node, self.parts.keeper, self.parts.files, self.open_files)
                 self.parts.drainer.load()
                 parts = self.parts
                 for task in (parts.replicator.run, parts.drainer.run, parts.keeper.run, self._takeover.run):
                     nursery.start_soon(task)
+                nursery.start_soon(parts.files.watch)
+                nursery.start_soon(recover.verify, self.node)
+                await trio.sleep(self.node.random.choice([0, 0.001]))
+                self.resume(self.parts.files)
                 task_status.started()
                 await trio.sleep_forever()
         finally:
@@ -177,8 +197,9 @@ class Life:
 
         await self.catalogue.mutate(register)
 
-    def kill(self) -> None:
+    def kill(self, *, supervised: bool = False) -> None:
         """SIGKILL: at once, wherever every task is."""
+        self.supervised = supervised
         self.dead = self.staging.dead = self.pfs.dead = True
         if self.nursery is not None:
             self.nursery.cancel_scope.cancel()
@@ -200,7 +221,7 @@ class Life:
             try:
                 outcome.value = await function(self.filesystem)
             except FsError as error:
-                outcome.errno = error.errno
+                outcome.errno, outcome.why = error.errno, str(error)
             outcome.killed = self.dead
         finally:
             outcome.done.set()

@@ -62,6 +62,7 @@ class SimPfs:
         self._busy: dict[bytes, int] = {}
         self.state = "ok"
         self.dead = False
+        self.trace: Callable[[str], None] = lambda text: None
 
     # ---- steps
     async def _step(self, what: str, action: Callable[[], object], deadline_s: float, *paths: bytes) -> None:
@@ -136,11 +137,13 @@ class SimPfs:
     ) -> None:
         """See ``Pfs``."""
         name, store = hidden.encode(), self.store
+        self.trace(f"prepare {hidden} {record[:60]!r}")
         self._refuse(b"\0" + name)
         nonce = b"%s~%x" % (name, store.nonce())
         part, record_part = store.make("f", attrs), store.make("f", replace(attrs, mode=0o600))
         part.data = record_part.data = b""
         file = _opened(source)
+        store.readers.add(file.fileno())
         try:
             for old in [n for n in store.tmp.entries if n.startswith((name + b"~", name + b".rec~"))]:
                 store.change((store.tmp, old, None))
@@ -158,6 +161,7 @@ class SimPfs:
                 store.change((store.tmp, nonce, None))
             raise
         finally:
+            store.readers.discard(file.fileno())
             file.close()
         self._prepared[hidden] = (part.number, size)
 
@@ -177,6 +181,7 @@ class SimPfs:
     async def discard(self, hidden: str, deadline_s: float) -> None:
         """See ``Pfs``."""
         name, tmp = hidden.encode(), self.store.tmp
+        self.trace(f"discard {hidden}")
         self._refuse(b"\0" + name)
 
         def remove() -> None:
@@ -202,6 +207,7 @@ class SimPfs:
     async def land(self, hidden: str, path: bytes, attrs: PfsAttrs, deadline_s: float) -> PfsStat:
         """See ``Pfs``."""
         store, name = self.store, hidden.encode()
+        self.trace(f"land {hidden} at {path!r}")
         self._refuse(path, b"\0" + name)
         known = self._prepared.get(hidden, (-1, -1))
         self._hidden(path)
@@ -237,7 +243,11 @@ class SimPfs:
     # ---- names
     async def run(self, kind: str, path: bytes, path2: bytes, attrs: PfsAttrs | None, deadline_s: float) -> None:
         """See ``Pfs``."""
-        self._refuse(path, *([path2] if kind == "rename" else []))
+        self.trace(f"{kind} {path!r} {path2!r}")
+        self._refuse(path, *([path2] if kind in ("rename", "link") else []))
+        kind, *details = kind.split(":")
+        if details:
+            path2 = details[0].encode()
         await getattr(self, "_" + kind)(path, path2, attrs, deadline_s)
 
     def _place(self, path: bytes) -> tuple[Ino, bytes]:
@@ -273,6 +283,35 @@ class SimPfs:
         await self._step("symlink", make, deadline_s, path)
         await self._sync(deadline_s, parent)
 
+    async def _mknod(self, path: bytes, path2: bytes, attrs: PfsAttrs, deadline_s: float) -> None:
+        parent, last = self.store.parent(path)
+
+        def make() -> None:
+            found = parent.entries.get(last)
+            if found is not None and found.kind != path2.decode():
+                raise fail(errno.EEXIST, path)
+            if found is None:
+                self.store.change((parent, last, self.store.make(path2.decode(), attrs)))
+
+        await self._step("mknod", make, deadline_s, path)
+        await self._sync(deadline_s, parent)
+
+    async def _link(self, path: bytes, path2: bytes, attrs: PfsAttrs | None, deadline_s: float) -> None:
+        self._hidden(path)
+        parent, last = self.store.parent(path2)
+
+        def make() -> None:
+            found = self.store.find(path)
+            if found is None:
+                raise fail(errno.ENOENT, path)
+            if (there := parent.entries.get(last)) is not None and there.kind == "d":
+                raise fail(errno.EISDIR, path2)
+            if there is not found:
+                self.store.change((parent, last, found))
+
+        await self._step("link", make, deadline_s, path, path2)
+        await self._sync(deadline_s, parent)
+
     async def _move(self, kind: str, source: bytes, target: bytes, deadline_s: float, *, over: bool) -> None:
         key = (kind, source, target)
         (old, name), (new, name2) = self._place(source), self._place(target)
@@ -300,15 +339,21 @@ class SimPfs:
         if there is not None and there.entries:
             raise fail(errno.ENOTEMPTY, target)
         if there is found:
-            self.store.change((old, name, None))
-            return
+            return  # two names of one file: as POSIX wants it
         self.store.change((new, name2, found), (old, name, None))
 
     async def _rename(self, path: bytes, path2: bytes, attrs: PfsAttrs | None, deadline_s: float) -> None:
         await self._move("rename", path, path2, deadline_s, over=True)
 
     async def _hide(self, path: bytes, path2: bytes, attrs: PfsAttrs | None, deadline_s: float) -> None:
+        parent, last = self._place(path)
+        if last not in parent.entries and path2 in self.store.held.entries:
+            await self._sync(deadline_s, parent)  # a former process has done it
+            return
         await self._move("hide", path, HELD + path2, deadline_s, over=False)
+
+    async def _unhide(self, path: bytes, path2: bytes, attrs: PfsAttrs | None, deadline_s: float) -> None:
+        await self._move("unhide", HELD + path, path2, deadline_s, over=True)
 
     async def _unlink(self, path: bytes, path2: bytes, attrs: PfsAttrs | None, deadline_s: float) -> None:
         try:
@@ -372,6 +417,8 @@ class SimPfs:
     async def listing(self, path: bytes, deadline_s: float) -> list[tuple[bytes, PfsStat]]:
         """See ``Pfs``."""
         await self._step("list", lambda: None, deadline_s)
+        if path:
+            self._hidden(path)
         found = self.store.find(path)
         if found is None:
             raise fail(errno.ENOENT, path)

@@ -1,6 +1,6 @@
 """One run of the simulation from a seed; as a program, many.
 
-Role: makes the world (store, catalogue, daemon), lets clients work while daemon and PFS suffer, then heals everything
+Role: makes the world (store, catalogue, daemons), lets clients work while daemons and PFS suffer, then heals everything
 and looks at the end. The same seed gives the same run: time is trio's mock clock, threads are run inline, the
 scheduler is seeded.
 """
@@ -22,17 +22,20 @@ from typing import TypeVar
 import trio
 import trio.testing
 from sim_catalogue import Log
-from sim_check import Checkers, Saves, Violation
-from sim_client import Client
+from sim_check import Checkers, Saves, Violation, commit_file
+from sim_client import Node
+from sim_kernel import Kernel
 from sim_life import Life, SimClock
 from sim_pfs import Faults, SimPfs
 from sim_store import Store
+from sim_work import Worker
 
 from cachexfs.config import MountOptions
 
 T = TypeVar("T")
 SLOW_S = 20.0
 REST_S = 1500.0  # by then everything must be on a PFS that works again
+MIB = 1 << 20
 
 
 class _Wait(BaseException):
@@ -82,20 +85,24 @@ def inline_threads(seed: int) -> Iterator[None]:
 class Run:
     """One node. Everything that differs between seeds is decided here."""
 
-    def __init__(self, seed: int, directory: str) -> None:
-        self.seed, self.random = seed, random.Random(seed)
+    def __init__(self, seed: int, directory: str, *, trace: bool = False) -> None:
+        self.seed, self.random, self._traces = seed, random.Random(seed), trace
         rng = self.random
         self.fsync = rng.choice(["pfs", "returned"])
         self.tight = rng.random() < 0.3
         self.trouble = False
         self.asks = rng.random() < 0.7  # somebody looks at the attributes now and then
+        self.planted = rng.random() < 0.5
+        passthrough = not self.tight and rng.random() < 0.6
+        memory = 256 << 10 if self.tight else 1024 * MIB
         self.options = MountOptions(
-            pfs="/pfs", mountpoint="/mnt", memory=256 << 10 if self.tight else 64 << 20, staging=directory, node="n0",
+            pfs="/pfs", mountpoint="/mnt", memory=memory, staging=directory, node="n0",
             fsync=self.fsync, drain_workers=rng.choice([1, 4]),
         )  # fmt: skip
         self.store, self.faults, self.log, self.clock = Store(), Faults(), Log(), SimClock()
         self.saves = Saves()
         self.checkers = Checkers(self.store, self.saves)
+        self.kernel = Kernel(rng, self.clock, passthrough=passthrough)
         self._numbers = 0
         self._life: Life | None = None
         self._alive = trio.Event()
@@ -113,11 +120,26 @@ class Run:
             await self._alive.wait()
         return self._life
 
+    def trace(self, text: str) -> None:
+        if self._traces:
+            print(f"{trio.current_time():10.4f} {text}")
+
+    def looked(self, life: Life) -> None:
+        if not life.dead:
+            self.checkers.memory(life)
+
+    def _stepped(self, what: str) -> None:
+        self.trace(f"PFS {what}")
+        self.checkers.commit_last(what)
+
     # ---- the daemon
-    async def _born(self) -> None:
+    async def _born(self, after: Life | None = None) -> None:
         assert self._nursery is not None
-        pfs = SimPfs(self.store, self.faults, self.random, self.checkers.commit_last, self._nursery)
-        life = Life(self.options, self.log, pfs, self.clock, self.random)
+        pfs = SimPfs(self.store, self.faults, self.random, self._stepped, self._nursery)
+        pfs.trace = self.trace
+        life = Life(self.options, self.log, pfs, self.clock, self.random, after)
+        if after is not None:
+            life.open_files, life.resume = self.kernel.open_files(), self.kernel.resume
         await self._nursery.start(life.run)
         self._life = life
         self._alive.set()
@@ -127,9 +149,13 @@ class Run:
         life = await self.life()
         self._alive = trio.Event()
         self.kills += 1
-        life.kill()
+        supervised = self.random.random() < 0.5
+        self.trace(f"KILL{' under a supervisor' if supervised else ''}")
+        life.kill(supervised=supervised)
+        self.kernel.died(supervised=supervised)
         await trio.sleep(self.random.choice([0.1, 1, 30]))
-        await self._born()
+        await self._born(life if supervised else None)
+        self.trace("BORN")
 
     # ---- what happens
     async def _suffer(self) -> None:
@@ -137,6 +163,7 @@ class Run:
         for _ in range(rng.randrange(1, 8)):
             await trio.sleep(rng.choice([0.01, 0.1, 0.5, 2]) * rng.random())
             event = rng.choice(["kill", "kill", "cut", "faults", "away", "full", "calm"])
+            self.trace(event)
             self.trouble = self.trouble or event in ("cut", "faults", "away", "full")
             if event == "kill":
                 await self._kill()
@@ -165,10 +192,32 @@ class Run:
             if not outcome.killed:
                 self.checkers.memory(life)
 
+    def _plant(self, client: Worker) -> None:
+        """What the PFS has before the mount: files, a link, a checkpoint."""
+        rng, base = self.random, client.base
+        tree = {b"d": Node("d", 0o755), b"a": Node("f", 0o640, b"old a" * rng.choice([1, 2000]), 1)}
+        if rng.random() < 0.7:
+            tree[b"d/b"], tree[b"link"] = Node("f", 0o644, b"old b", 2), Node("l", 0o777, b"a")
+        if rng.random() < 0.7:
+            number = self.next_save()
+            members = {b"__%d_0.distcp" % rank: b"save %d rank %d" % (number, rank) for rank in range(2)}
+            commit = commit_file(number, members)
+            self.saves.made[commit] = members
+            tree[b"step-1"] = Node("d", 0o755)
+            for at, (name, data) in enumerate([*members.items(), (b".metadata", commit)]):
+                tree[b"step-1/" + name] = Node("f", 0o644, data, 3 + at)
+        plain = {base + b"/" + path: (n.kind, n.mode, n.data) for path, n in tree.items()}
+        self.store.plant({base: ("d", 0o755, b""), **plain})
+        client.tree = tree
+        for _ in range(10):
+            client.new_file()
+
     async def main(self) -> None:
         async with trio.open_nursery() as self._nursery:
+            clients = [Worker(self, b"c%d" % number) for number in range(self.random.choice([1, 1, 2, 3]))]
+            for client in clients if self.planted else ():
+                self._plant(client)
             await self._born()
-            clients = [Client(self, b"c%d" % number) for number in range(self.random.choice([1, 1, 2, 3]))]
             for client in clients:
                 await client.start()
             async with trio.open_nursery() as suffering:
@@ -182,8 +231,9 @@ class Run:
             await self._end(clients)
             self._nursery.cancel_scope.cancel()
 
-    async def _end(self, clients: list[Client]) -> None:
+    async def _end(self, clients: list[Worker]) -> None:
         """Faults stop: all reaches the PFS in time, and both trees are the model's."""
+        self.trace("CALM at the end")
         self.faults.calm()
         life = await self.life()
         with trio.move_on_after(REST_S) as scope:
@@ -197,24 +247,28 @@ class Run:
         contents = {}
         for client in clients:
             await client.verify()
-            for path, (kind, _, data) in client.tree.items():
-                if kind == "f":
-                    contents[client.base + b"/" + path] = data
+            for path, node in client.tree.items():
+                if node.kind == "f":
+                    contents[client.base + b"/" + path] = node.data
         await self.checkers.claims(life)
         self.checkers.memory(life)
         self.checkers.same_tree(life, contents)
         self.checkers.nothing_left(life, cut=self.cuts > 0)
 
 
-def simulate(seed: int) -> None:
+#: Name of a scenario -> its run: (seed, directory, trace) to something with ``main``.
+SCENARIOS: dict[str, Callable[..., Run]] = {"one": Run}
+
+
+def simulate(seed: int, scenario: str = "one", *, trace: bool = False) -> None:
     """One run. Raises ``Violation`` (or what the engine raised), with the seed in its notes."""
     directory = tempfile.mkdtemp(prefix="cachexfs-sim-", dir="/dev/shm" if os.path.isdir("/dev/shm") else None)
     try:
         with inline_threads(seed):
-            run = Run(seed, directory)
+            run = SCENARIOS[scenario](seed, directory, trace=trace)
             trio.run(run.main, clock=trio.testing.MockClock(autojump_threshold=0))
     except BaseException as error:
-        error.add_note(f"simulation seed {seed}")
+        error.add_note(f"simulation {scenario}, seed {seed}")
         raise
     finally:
         shutil.rmtree(directory)
@@ -231,23 +285,29 @@ def first(error: BaseException) -> BaseException:
 def main() -> int:
     parser = argparse.ArgumentParser(description="Simulates the engine: --seeds A-B, or one seed.")
     parser.add_argument("--seeds", default="0-999")
+    parser.add_argument("--scenario", choices=list(SCENARIOS), action="append", help="default: all")
     parser.add_argument("--keep-going", action="store_true")
+    parser.add_argument("--trace", action="store_true", help="say what happens, step by step")
     options = parser.parse_args()
     start, _, end = options.seeds.partition("-")
+    seeds = range(int(start), int(end or start) + 1)
+    names = options.scenario or list(SCENARIOS)
     begun, bad = time.monotonic(), 0
-    for seed in range(int(start), int(end or start) + 1):
+    for seed, name in ((seed, name) for seed in seeds for name in names):
         started = time.monotonic()
         try:
-            simulate(seed)
+            simulate(seed, name, trace=options.trace)
         except Exception as group:
             error, bad = first(group), bad + 1
-            print(f"SEED {seed}: {type(error).__name__}: {error}", flush=True)
+            print(f"SEED {seed} of {name}: {type(error).__name__}: {error}", flush=True)
+            again = f"tests/sim/sim_run.py --scenario {name} --seeds {seed} --trace"
+            print(f"    again: PYTHONHASHSEED=0 .venv/bin/python {again}", flush=True)
             if not options.keep_going:
                 raise
         if time.monotonic() - started > SLOW_S:
-            print(f"SEED {seed} took {time.monotonic() - started:.0f} s", flush=True)
-    count = int(end or start) - int(start) + 1
-    print(f"{count} seeds, {bad} failed, {time.monotonic() - begun:.0f} s")
+            print(f"SEED {seed} of {name} took {time.monotonic() - started:.0f} s", flush=True)
+    count = len(seeds) * len(names)
+    print(f"{count} runs of {', '.join(names)}: {bad} failed, {time.monotonic() - begun:.0f} s")
     return 1 if bad else 0
 
 

@@ -19,7 +19,7 @@ ROOT = 1
 
 @dataclass(eq=False)
 class Ino:
-    """A file (``f``), directory (``d``) or symlink (``l``) of the store."""
+    """A file (``f``), directory (``d``), symlink (``l``) or FIFO (``p``) of the store."""
 
     number: int
     kind: str
@@ -50,6 +50,7 @@ class Store:
         self._numbers = ROOT
         self.pending: list[Change] = []
         self.capacity_bytes = capacity_bytes
+        self.readers: set[int] = set()  # descriptors of PFS children, which are processes of their own
         self.epoch = 0  # moves at every power cut
         self.root = self.make("d", PfsAttrs(0o755, 0, 0, 0, 0))
         state = self.make("d", self.root.attrs)
@@ -61,6 +62,17 @@ class Store:
     def make(self, kind: str, attrs: PfsAttrs) -> Ino:
         self._numbers += 1
         return Ino(self._numbers, kind, attrs)
+
+    def plant(self, tree: dict[bytes, tuple[str, int, bytes]]) -> None:
+        """Put what was there before any mount: path -> (kind, mode, bytes or target), all of it synced."""
+        for path, (kind, mode, data) in sorted(tree.items()):
+            parent, name = self.parent(path)
+            ino = self.make(kind, PfsAttrs(mode, 0, 0, 10**18, 10**18))
+            if kind == "l":
+                ino.target = data
+            ino.data = data if kind == "f" else b""
+            self.sync_file(ino)
+            parent.entries[name] = parent.kept[name] = ino
 
     def nonce(self) -> int:
         """A number that no other call gets."""
@@ -109,9 +121,8 @@ class Store:
         return found
 
     def used_bytes(self) -> int:
-        return sum(
-            len(i.data) for i in [*self.walk().values(), *self.tmp.entries.values(), *self.held.entries.values()]
-        )
+        there = {*self.walk().values(), *self.tmp.entries.values(), *self.held.entries.values()}  # links count once
+        return sum(len(ino.data) for ino in there)
 
     # ---- changing
     def change(self, *parts: tuple[Ino, bytes, Ino | None]) -> None:

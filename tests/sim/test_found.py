@@ -13,6 +13,8 @@ import pytest
 import trio
 import trio.testing
 from sim_catalogue import Log
+from sim_check import Checkers, Saves
+from sim_kernel import Kernel, OpenFile
 from sim_life import Life, SimClock
 from sim_pfs import Faults, SimPfs
 from sim_run import inline_threads
@@ -42,10 +44,11 @@ class Scene:
         )
         self.store, self.faults, self.log, self.clock = Store(), Faults(), Log(), SimClock()
         self.random = random.Random(1)
+        self.kernel = Kernel(self.random, self.clock, passthrough=True)
         self.before: Callable[[str], None] = lambda step: None
         self.life: Life
 
-    async def start(self) -> Life:
+    async def start(self, after: Life | None = None) -> Life:
         pfs = SimPfs(self.store, self.faults, self.random, lambda step: None, self._nursery)
         act = pfs._act
 
@@ -54,15 +57,18 @@ class Scene:
             act(what, action)
 
         pfs._act = acting  # type: ignore[method-assign]
-        self.life = Life(self.options, self.log, pfs, self.clock, self.random)
+        self.life = Life(self.options, self.log, pfs, self.clock, self.random, after)
+        if after is not None:
+            self.life.open_files, self.life.resume = self.kernel.open_files(), self.kernel.resume
         await self._nursery.start(self.life.run)
         return self.life
 
-    async def killed(self) -> Life:
+    async def killed(self, *, supervised: bool = False) -> Life:
         """The daemon dies, the next one starts."""
-        self.life.kill()
+        self.life.kill(supervised=supervised)
+        self.kernel.died(supervised=supervised)
         await trio.testing.wait_all_tasks_blocked()
-        return await self.start()
+        return await self.start(self.life if supervised else None)
 
     @property
     def fs(self) -> Filesystem:
@@ -83,6 +89,15 @@ class Scene:
         if data:
             await self.fs.write(handle, 0, data)
         return handle
+
+    async def passed(self, path: bytes) -> OpenFile:
+        """A new file whose bytes the kernel puts into staging itself."""
+        while True:
+            opened = self.kernel.opened(self.fs, await self.create(path))
+            if opened.passed:  # the supervisor refuses now and then
+                return opened
+            await self.close(opened.handle)
+            await self.unlink(path)
 
     async def close(self, handle: Handle) -> None:
         await self.fs.flush(handle)
@@ -295,6 +310,31 @@ async def test_a_discard_that_is_refused_backs_off(scene: Scene) -> None:
     assert 0 < refused[0] < 30
 
 
+@scene()
+async def test_what_a_dead_daemon_prepared_goes_though_the_first_discard_fails(scene: Scene) -> None:
+    """The second look took it for its own life's, and left it."""
+    handle = await scene.create(b"a", b"one")
+    await scene.fs.fsync(handle)
+    await scene.fs.write(handle, 3, b" two")
+    await scene.fs.fsync(handle)
+    await scene.close(handle)
+    fail_once(scene, "discard")
+    await scene.killed()
+    await trio.sleep(100)
+    assert scene.on_pfs(b"a") == b"one two"
+    assert scene.left() == []
+
+
+@scene(memory=1 << 30)
+async def test_an_fsync_of_a_passed_file_without_bytes_leaves_nothing(scene: Scene) -> None:
+    opened = await scene.passed(b"a")
+    await scene.fs.fsync(opened.handle)
+    await scene.close(opened.handle)
+    await scene.drained()
+    assert scene.on_pfs(b"a") == b""
+    assert scene.left() == []
+
+
 # ---- renames, directories, links
 @scene()
 async def test_a_rename_whose_answer_died_with_the_daemon_is_recognised_and_synced(scene: Scene) -> None:
@@ -486,3 +526,57 @@ async def test_an_open_file_that_was_never_drained_is_readable_without_its_name(
     assert await scene.fs.read(handle, 0, 100) == b"still there"
     await scene.fs.release(handle)
     assert scene.life.staging.stages() == []
+
+
+@scene()
+async def test_bytes_that_a_commit_file_waits_for_stay_when_the_last_close_comes_after_the_removal(
+    scene: Scene,
+) -> None:
+    """RELEASE comes after close(2) has returned: a member and its checkpoint were replaced in between."""
+    scene.faults.away = True
+    await scene.mkdir(b"s")
+    member = await scene.create(b"s/m", b"one")
+    await scene.fs.flush(member)
+    await scene.write(b"s/.metadata", b"names m")
+    await scene.unlink(b"s/m")
+    await scene.fs.release(member)
+    scene.faults.away = False
+    await scene.drained()
+    assert scene.on_pfs(b"s/m") is None
+
+
+@scene(memory=64 << 10)
+async def test_an_evicted_file_gives_its_memory_back_though_the_kernel_knows_its_name(scene: Scene) -> None:
+    """An open descriptor of ours kept it: counted as free, and not free."""
+    await scene.write(b"a", b"a" * 40_000)
+    attr = await scene.fs.lookup(ROOT_FID, b"a")
+    scene.kernel.given(scene.fs.files, attr)
+    await scene.read(b"a")
+    await scene.drained()
+    await scene.write(b"b", b"b" * 40_000)
+    Checkers(scene.store, Saves()).memory(scene.life)
+    assert await scene.read(b"a") == b"a" * 40_000
+
+
+# ---- passthrough
+@pytest.mark.parametrize("supervised", [True, False])
+@pytest.mark.parametrize("data", [b"shorter", b"the same length", b"much longer than it was"])
+def test_what_a_passed_writer_changes_after_a_publication_outlives_the_daemon(data: bytes, *, supervised: bool) -> None:
+    """It was called damaged, and given up: the staged file was not what its digest says."""
+
+    @scene(memory=1 << 30)
+    async def run(scene: Scene) -> None:
+        opened = await scene.passed(b"a")
+        scene.kernel.write(opened, 0, b"THE SAME LENGTH")
+        await scene.fs.flush(opened.handle)  # a duplicate is closed
+        os.ftruncate(opened.fd, 0)
+        scene.kernel.write(opened, 0, data)
+        await scene.killed(supervised=supervised)
+        await trio.sleep(5)
+        assert await scene.read(b"a") == data
+        if supervised:
+            await scene.close(opened.handle)
+        await scene.drained()
+        assert scene.on_pfs(b"a") == data
+
+    run()
