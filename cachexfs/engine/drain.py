@@ -502,6 +502,7 @@ class Drainer:
             if inode is None:
                 if there is not None and there.kind != "d":
                     await pfs.run("unlink", op.path2, b"", None, STALL_S)
+                await pfs.run("unlink", op.path, b"", None, STALL_S)  # gone, and perhaps not synced
                 return
             if there is None or there.kind != inode.kind:
                 raise

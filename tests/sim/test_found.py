@@ -353,6 +353,21 @@ async def test_a_rename_whose_answer_died_with_the_daemon_is_recognised_and_sync
 
 
 @scene()
+async def test_the_old_name_of_a_renamed_and_removed_file_does_not_come_back_with_a_power_cut(scene: Scene) -> None:
+    await scene.mkdir(b"d")
+    await scene.write(b"d/a", b"x")
+    await scene.drained()
+    fail_once(scene, "sync directory", after=1)  # the new directory is synced, the old one is not
+    await scene.rename(b"d/a", b"a")
+    await trio.sleep(0.1)
+    await scene.unlink(b"a")
+    await scene.killed()
+    await scene.drained()
+    assert scene.on_pfs(b"a", synced=True) is None
+    assert scene.on_pfs(b"d/a", synced=True) is None
+
+
+@scene()
 async def test_what_was_moved_out_of_a_directory_lands_though_the_directory_is_gone(scene: Scene) -> None:
     scene.faults.away = True
     await scene.mkdir(b"tmp")

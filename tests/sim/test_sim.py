@@ -1,46 +1,45 @@
 """The engine from seeds: whatever dies and fails, the promises hold. More of it: ``make crashsim SEEDS=A-B``."""
 
-import pytest
-from sim_run import first, simulate
+import tempfile
 
-SEEDS_EACH = 50
-BATCHES = 5
+import pytest
+import trio
+import trio.testing
+from sim_run import SCENARIOS, first, inline_threads, simulate
+
+#: Runs in the suite: seconds on two cores.
+SEEDS_EACH = 25
+BATCHES = {"one": 4}
 
 #: Seeds that broke a promise once: what they found is a test of its own in test_found.py, they go on here.
-FOUND = [3, 8, 10, 14, 43, 48, 51, 58, 66, 78, 101, 147, 172, 308, 372]
+FOUND = {"one": [3, 19, 53, 68, 101, 106, 109, 130, 173, 201, 263, 7]}
 
 
-def run(seed: int) -> None:
+def run(seed: int, scenario: str) -> None:
     try:
-        simulate(seed)
+        simulate(seed, scenario)
     except BaseException as group:
-        raise AssertionError(f"seed {seed} (make crashsim SEEDS={seed}): {first(group)}") from group
+        raise AssertionError(f"make crashsim SEEDS={seed} ({scenario}): {first(group)}") from group
 
 
-@pytest.mark.parametrize("batch", range(BATCHES))
-def test_the_promises_hold_from_every_seed(batch: int) -> None:
+@pytest.mark.parametrize(("scenario", "batch"), [(name, n) for name, count in BATCHES.items() for n in range(count)])
+def test_the_promises_hold_from_every_seed(scenario: str, batch: int) -> None:
     for seed in range(batch * SEEDS_EACH, (batch + 1) * SEEDS_EACH):
-        run(seed)
+        run(seed, scenario)
 
 
-@pytest.mark.parametrize("seed", FOUND)
-def test_a_seed_that_found_something(seed: int) -> None:
-    run(seed)
+@pytest.mark.parametrize(("scenario", "seed"), [(name, seed) for name, seeds in FOUND.items() for seed in seeds])
+def test_a_seed_that_found_something(scenario: str, seed: int) -> None:
+    run(seed, scenario)
 
 
-def test_a_seed_gives_the_same_run_again() -> None:
-    import tempfile
-
-    import trio
-    import trio.testing
-    from sim_run import Run, inline_threads  # what a run has done is compared in detail
-
+@pytest.mark.parametrize("scenario", list(SCENARIOS))
+def test_a_seed_gives_the_same_run_again(scenario: str) -> None:
     seen = []
     for _ in range(2):
         with tempfile.TemporaryDirectory() as directory, inline_threads(7):
-            again = Run(7, directory)
+            again = SCENARIOS[scenario](7, directory)
             trio.run(again.main, clock=trio.testing.MockClock(autojump_threshold=0))
-            seen.append([(c.key, c.value) for revision in again.log.revisions for c in revision])
-    store = {key for key, _ in seen[0]}
-    assert [key for key, _ in seen[0]] == [key for key, _ in seen[1]]
-    assert len(store) > 20
+            seen.append([change.key for revision in again.log.revisions for change in revision])
+    assert seen[0] == seen[1]
+    assert len(set(seen[0])) > 20
