@@ -2,7 +2,7 @@
 
 import os
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -38,11 +38,14 @@ class ClusterFactory:
         *,
         namespaces: bool = False,
         mounted: bool = True,
+        pfs: Sequence[Path] = (),
     ) -> LocalCluster:
+        """``pfs``: each node's own way to the one PFS directory; a plain local directory if there is none."""
         root = Path(tempfile.mkdtemp(prefix=ROOT_PREFIX))
         root.chmod(0o755)
         merged = {"supervisor": "off"} | dict(options or {})  # a killed daemon stays dead until the test remounts
-        cluster = LocalCluster(root, nodes, options=merged, namespaces=namespaces)
+        cluster = LocalCluster(root, nodes, pfs[0] if pfs else None, merged, namespaces=namespaces)
+        cluster.node_pfs = dict(enumerate(pfs))
         self.made.append(cluster)
         cluster.create()
         if mounted:

@@ -61,6 +61,10 @@ system() {
   if [ -n "$python" ] && ! has_headers "$python" && [[ $(readlink -f "$python") == /usr/bin/* ]]; then missing+=(python3-dev); fi
 }
 slurm() { need slurmctld slurm-wlm; need munged munge; }
+shared_filesystems() {
+  need glusterfsd glusterfs-server; need glusterfs glusterfs-client; need mkfs.xfs xfsprogs; need chattr e2fsprogs
+  need mfsmaster moosefs-master; need mfschunkserver moosefs-chunkserver; need mfsmount moosefs-client
+}
 finish() {
   [ ${#missing[@]} = 0 ] && return
   local etcd_was; etcd_was=$(command -v etcd || true)
@@ -102,7 +106,7 @@ PY
 
 case ${1:-} in
   system) system; finish ;;
-  test-system) system; need strace strace; slurm; finish ;;
+  test-system) system; need strace strace; slurm; shared_filesystems; finish ;;
   slurm) slurm; finish ;;
   venv) venv ;;
   *) sed -n 2,6p "$0"; exit 2 ;;

@@ -10,6 +10,10 @@ directory may get the old one's inode.
 
 A child that has read the token once then only looks whether the id file is still the same file.
 
+*Is it whole?* Where a server of it is down, some shared filesystems answer ENOENT for the names that it holds, and
+leave them out of listings. So ``.cachexfs/names`` holds files that never change, spread over the servers as all names
+are. An answer that rests on a name's absence counts only when all of them are listed (``make_sure``), before and after.
+
 *Safe ways*: directories are opened one component at a time with ``O_NOFOLLOW``, everything else goes by the
 descriptor of its directory. A symlink planted on the PFS leads nowhere.
 """
@@ -19,20 +23,29 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import re
 import secrets
+import shutil
 import stat
 import time
 import zlib
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from types import TracebackType
 
 STATE_DIR = b".cachexfs"
 TMP_DIR = b"tmp"
 HELD_DIR = b"held"
+NAMES_DIR = b"names"
 ID_NAME = b"id"
+#: So many files in ``names``; each one's name says how many. Every one of eight servers then holds some, but for one
+#: chance in 600.
+WITNESSES_MAX = 64
+INODES_PER_WITNESS = 16  # that must be free
 #: Temporaries beside their destination (only where a rename from ``.cachexfs`` gives EXDEV). Reserved.
 BESIDE_PREFIX = b".cachexfs-tmp-"
 TOKEN_CHARS = 32
+LOOKS = 2  # that must agree on a name's absence
 #: Prepared files are spread over so many directories, by name: a directory's lock, in every client and server, is held
 #: during each create and rename in it.
 TMP_SHARDS = 16
@@ -40,6 +53,7 @@ TMP_SHARDS = 16
 TOKEN_WAIT_S = 2.0
 NAME_BYTES_MAX = 255
 
+_WITNESS = re.compile(rb"[0-9a-f]{2}\.[0-9a-f]{2}")
 _WALK = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 #: Filesystems that cannot fsync a directory say so with one of these; they promise nothing to wait for.
 _NO_DIR_FSYNC = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)
@@ -123,6 +137,7 @@ class PfsDir:
         self._fds: list[int] = []
         self._state_fd: int | None = None
         self._memory = memory
+        self._identity = identity
         try:
             self.root = os.open(path, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
         except OSError as error:
@@ -211,34 +226,78 @@ class PfsDir:
 
     def establish(self) -> PfsIdentity:
         """Read the identity; make it where there is no ``.cachexfs`` yet. Several nodes may do so at once."""
-        token = self._token()
-        if token is None:
-            self._make_state()
+        end_s = time.monotonic() + TOKEN_WAIT_S
+        while True:
+            try:
+                self._state()
+            except FileNotFoundError:
+                self._make_state()
             token = self._token()
-            if token is None:
-                raise RootError(errno.EIO, ".cachexfs/id was written and is not there")
-        return PfsIdentity(self.dev, self.ino, token)
+            if token is not None:
+                return PfsIdentity(self.dev, self.ino, token)
+            if time.monotonic() > end_s:
+                raise RootError(errno.EIO, "there is .cachexfs, and no .cachexfs/id in it: see docs/pfs.md")
+            time.sleep(0.05)
+
+    def ensure_names(self) -> None:
+        """Make ``.cachexfs/names`` where it is missing."""
+        try:
+            self.keep(os.open(NAMES_DIR, _WALK, dir_fd=self._state()))
+        except FileNotFoundError:
+            self._put(NAMES_DIR, self._state(), _fill_names)
 
     def _make_state(self) -> None:
-        _mkdir(STATE_DIR, self.root)
-        fsync_dir(self.root)
-        state = self._state()
-        for name in (TMP_DIR, HELD_DIR):
-            _mkdir(name, state)
-        # Written aside and linked, so that a crash leaves no empty id; where the PFS has no hard links, created.
-        aside = b"id~" + secrets.token_hex(8).encode()
-        text = secrets.token_hex(TOKEN_CHARS // 2).encode() + b"\n"
-        _write_new(aside, state, text)
+        """The whole of ``.cachexfs`` at once: a crash leaves no half of it."""
+
+        def fill(state: int) -> None:
+            for name in (TMP_DIR, HELD_DIR):
+                _mkdir(name, state)
+            self._put(NAMES_DIR, state, _fill_names)
+            _write_new(ID_NAME, state, secrets.token_hex(TOKEN_CHARS // 2).encode() + b"\n")
+
+        self._put(STATE_DIR, self.root, fill)
+
+    def _put(self, name: bytes, parent: int, fill: Callable[[int], None]) -> None:
+        """Make a directory, unless it is there: aside, filled and synced, then renamed."""
+        aside = BESIDE_PREFIX + secrets.token_hex(8).encode()
+        os.mkdir(aside, 0o700, dir_fd=parent)
         try:
-            os.link(aside, ID_NAME, src_dir_fd=state, dst_dir_fd=state, follow_symlinks=False)
-        except FileExistsError:
-            pass
-        except OSError:
-            with contextlib.suppress(FileExistsError):
-                _write_new(ID_NAME, state, text)
-        finally:
-            remove_quietly(aside, state)
-        fsync_dir(state)
+            fd = self.keep(os.open(aside, _WALK, dir_fd=parent))
+            fill(fd)
+            fsync_dir(fd)
+            os.rename(aside, name, src_dir_fd=parent, dst_dir_fd=parent)
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                shutil.rmtree(aside, dir_fd=parent)
+            if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
+                raise  # else another node was first
+        fsync_dir(parent)
+
+    def make_sure(self) -> None:
+        """Raise ``RootError`` (EIO) unless the PFS shows all the names that are always there.
+
+        Of a directory without a known identity nothing is known.
+        """
+        if self._identity is None:
+            return
+        try:
+            seen = names_in(self.keep(os.open(NAMES_DIR, _WALK, dir_fd=self._state())))
+        except OSError as error:
+            raise RootError(errno.EIO, f".cachexfs/names cannot be listed: {error.strerror}") from None
+        total = max((int(name[-2:], 16) for name in seen if _WITNESS.fullmatch(name)), default=1)
+        missing = len(_witnesses(total).difference(seen))
+        if missing:
+            why = f"{missing} of the {total} names in .cachexfs/names are missing"
+            raise RootError(errno.EIO, f"the PFS does not show all of its files ({why}): is a server of it down?")
+
+    def remove(self, names: Iterable[bytes], dir_fd: int) -> None:
+        """unlink; a name that is not there is no error, if the PFS is whole. Raises OSError."""
+        left = list(names)
+        for _ in range(LOOKS):
+            left = [name for name in left if not _unlinked(name, dir_fd)]
+            if not left:
+                return
+            self.make_sure()
 
     def held(self) -> int:
         """Descriptor of ``.cachexfs/held``."""
@@ -292,6 +351,25 @@ class PfsDir:
 def names_in(fd: int) -> list[bytes]:
     """The names in a directory given by any descriptor of it."""
     return [os.fsencode(name) for name in os.listdir(f"/proc/self/fd/{fd}")]
+
+
+def _unlinked(name: bytes, dir_fd: int) -> bool:
+    try:
+        os.unlink(name, dir_fd=dir_fd)
+    except FileNotFoundError:
+        return False
+    return True
+
+
+def _witnesses(total: int) -> frozenset[bytes]:
+    return frozenset(b"%02x.%02x" % (number, total) for number in range(total))
+
+
+def _fill_names(fd: int) -> None:
+    space = os.fstatvfs(fd)
+    total = min(WITNESSES_MAX, max(1, space.f_favail // INODES_PER_WITNESS)) if space.f_files else WITNESSES_MAX
+    for name in _witnesses(total):
+        os.close(os.open(name, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=fd))
 
 
 def _mkdir(name: bytes, dir_fd: int) -> None:

@@ -13,11 +13,22 @@ import stat
 from collections.abc import Callable
 
 from cachexfs.adapters.pfs_dir import BESIDE_PREFIX, PfsDir, fsync_dir, names_in, plain_name
-from cachexfs.adapters.pfs_ops import Attrs, Context, set_attrs
+from cachexfs.adapters.pfs_ops import Attrs, Context, certain, set_attrs, sync_renamed
 
 _TYPES = {b"p": stat.S_IFIFO, b"s": stat.S_IFSOCK, b"c": stat.S_IFCHR, b"b": stat.S_IFBLK}
 _OWNER_BITS = 0o700
+_Kind = Callable[[Context, PfsDir, bytes, bytes, Attrs | None, int], None]
 UNKNOWN = -1
+
+
+def _sync(name: bytes, dir_fd: int) -> None:
+    """Make the new name of a file durable, where its directory's fsync might not."""
+    fd = os.open(name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=dir_fd)
+    try:
+        if stat.S_ISREG(os.fstat(fd).st_mode):
+            sync_renamed(fd)
+    finally:
+        os.close(fd)
 
 
 def _ino(name: bytes, dir_fd: int) -> int | None:
@@ -46,6 +57,7 @@ def _move(context: Context, source: tuple[int, bytes], target: tuple[int, bytes]
     attempt). ``over``: whether another file at the target may be replaced."""
     found, there = _ino(source[1], source[0]), _ino(target[1], target[0])
     if ino != UNKNOWN and found is None and there == ino:
+        _sync(target[1], target[0])
         return
     if found is None:
         raise FileNotFoundError(errno.ENOENT, "the name to rename is not there", os.fsdecode(source[1]))
@@ -53,6 +65,7 @@ def _move(context: Context, source: tuple[int, bytes], target: tuple[int, bytes]
         raise FileExistsError(errno.EEXIST, "a held file of this name is there", os.fsdecode(target[1]))
     context.monitor.note(found)
     os.rename(source[1], target[1], src_dir_fd=source[0], dst_dir_fd=target[0])
+    _sync(target[1], target[0])
 
 
 def _rename(context: Context, pfs: PfsDir, path: bytes, path2: bytes, attrs: Attrs | None, ino: int) -> None:
@@ -63,26 +76,19 @@ def _rename(context: Context, pfs: PfsDir, path: bytes, path2: bytes, attrs: Att
 
 
 def _unlink(context: Context, pfs: PfsDir, path: bytes, path2: bytes, attrs: Attrs | None, ino: int) -> None:
-    """A name that is not there is success. Also of a held file: ``.cachexfs/held/<name>``."""
+    """Also of a held file: ``.cachexfs/held/<name>``."""
+    parent, last = pfs.place(path)
     try:
-        parent, last = pfs.place(path)
-    except FileNotFoundError:
-        return
-    with contextlib.suppress(FileNotFoundError):
         os.unlink(last, dir_fd=parent)
-    fsync_dir(parent)  # also for what an earlier attempt removed and did not sync
+    finally:
+        fsync_dir(parent)  # also for what an earlier attempt removed and did not sync
 
 
 def _rmdir(context: Context, pfs: PfsDir, path: bytes, path2: bytes, attrs: Attrs | None, ino: int) -> None:
-    """A name that is not there is success. Temporaries of ours do not keep a directory."""
-    try:
-        parent, last = pfs.parent(path)
-    except FileNotFoundError:
-        return
+    """Temporaries of ours do not keep a directory."""
+    parent, last = pfs.parent(path)
     try:
         os.rmdir(last, dir_fd=parent)
-    except FileNotFoundError:
-        pass  # an earlier attempt, or somebody else: made durable below
     except OSError as error:
         if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
             raise
@@ -93,7 +99,8 @@ def _rmdir(context: Context, pfs: PfsDir, path: bytes, path2: bytes, attrs: Attr
         for name in names:
             os.unlink(name, dir_fd=inner)
         os.rmdir(last, dir_fd=parent)
-    fsync_dir(parent)
+    finally:
+        fsync_dir(parent)
 
 
 def _replace(
@@ -214,7 +221,7 @@ def _unhide(context: Context, pfs: PfsDir, path: bytes, path2: bytes, attrs: Att
     fsync_dir(source[0])
 
 
-_KINDS: dict[str, Callable[[Context, PfsDir, bytes, bytes, Attrs | None, int], None]] = {
+_KINDS: dict[str, _Kind] = {
     "mkdir": _mkdir,
     "rename": _rename,
     "unlink": _unlink,
@@ -227,6 +234,8 @@ _KINDS: dict[str, Callable[[Context, PfsDir, bytes, bytes, Attrs | None, int], N
     "unhide": _unhide,
 }
 KINDS = frozenset(_KINDS)
+#: For these a name that is certainly not there is success.
+_REMOVALS = ("unlink", "rmdir")
 
 
 def run(context: Context, kind: str, path: bytes, path2: bytes, attrs: Attrs | None, ino: int) -> None:
@@ -240,5 +249,14 @@ def run(context: Context, kind: str, path: bytes, path2: bytes, attrs: Attrs | N
     function = _KINDS.get(kind)
     if function is None:
         raise OSError(errno.EINVAL, f"no kind of change: {kind}")
+    try:
+        _change(context, function, path, path2, attrs, ino)
+    except FileNotFoundError:
+        if kind not in _REMOVALS:
+            raise
+
+
+@certain
+def _change(context: Context, function: _Kind, path: bytes, path2: bytes, attrs: Attrs | None, ino: int) -> None:
     with context.open(mutating=True) as pfs:
         function(context, pfs, path, path2, attrs, ino)

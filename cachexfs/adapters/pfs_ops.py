@@ -27,15 +27,17 @@ import os
 import stat
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
 from cachexfs.adapters import pfs_copy
 from cachexfs.adapters.pfs_dir import (
     BESIDE_PREFIX,
+    LOOKS,
     STATE_DIR,
     Memory,
     PfsDir,
     PfsIdentity,
+    RootError,
     fsync_dir,
     kind_of,
     names_in,
@@ -51,9 +53,14 @@ PAGE_ENTRIES = 500
 READ_BYTES_MAX = 4 << 20
 RECORD_BYTES_MAX = 4 << 20
 
+_EXAMINE = os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC
 _NEW = os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
 StatRow = tuple[str, int, int, int, int, int, int, int, int, int, int, bytes]
+
+
+class FinalError(OSError):
+    """What must not be asked again: the filesystem might say "ok" now."""
 
 
 class Monitor(pfs_copy.Monitor, Protocol):
@@ -92,6 +99,31 @@ class Context:
     def open(self, *, mutating: bool) -> PfsDir:
         """The PFS directory, checked."""
         return PfsDir(self.path, self.identity, self.memory, mutating=mutating)
+
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def certain(function: Callable[Concatenate[Context, P], R]) -> Callable[Concatenate[Context, P], R]:
+    """Have an operation say "not there" only where the PFS is whole, and twice in a row."""
+
+    def look(context: Context, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        for again in reversed(range(LOOKS)):
+            try:
+                return function(context, *args, **kwargs)
+            except (RootError, FinalError):
+                raise
+            except OSError as error:
+                if error.errno not in (errno.ENOENT, NOT_PREPARED):
+                    raise
+                with context.open(mutating=False) as pfs:
+                    pfs.make_sure()
+                if not again:
+                    raise
+        raise AssertionError
+
+    return look
 
 
 def stat_row(name: bytes, dir_fd: int) -> StatRow:
@@ -165,6 +197,7 @@ def probe(context: Context, parts: bool) -> tuple[int, int, str, list[str]]:
     known = context.identity
     with context.open(mutating=True) as pfs:
         token = pfs.establish().token if known is None else known.token
+        pfs.ensure_names()
         names = [name for fd in pfs.tmp_all() for name in names_in(fd)] if parts else []
         return pfs.dev, pfs.ino, token, [os.fsdecode(name) for name in names if b"~" in name]
 
@@ -241,6 +274,7 @@ def _write_small(name: bytes, dir_fd: int, data: bytes) -> None:
         os.close(fd)
 
 
+@certain
 def land(context: Context, hidden: str, path: bytes, attrs: Attrs, size: int, ino: int) -> StatRow:
     """See ``Pfs.land``. ``size``, ``ino``: of the prepared file, -1 when unknown. When the answer of an earlier attempt
     was lost, the file is at the path already."""
@@ -249,54 +283,63 @@ def land(context: Context, hidden: str, path: bytes, attrs: Attrs, size: int, in
         tmp = pfs.tmp(name)
         parent, last = pfs.parent(path)
         try:
-            fd = pfs.keep(os.open(name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=tmp))
+            fd = pfs.keep(os.open(name, _EXAMINE, dir_fd=tmp))
         except FileNotFoundError:
-            row = _landed_before(parent, last, size, ino)
-            if row is None:
-                raise OSError(NOT_PREPARED, "the prepared file is not there", hidden) from None
+            fd = pfs.keep(_landed_before(parent, last, size, ino, hidden))
+            row = _row(os.fstat(fd))
         else:
             found = os.fstat(fd)
             if not stat.S_ISREG(found.st_mode) or size not in (-1, found.st_size):
                 raise OSError(NOT_PREPARED, f"the prepared file has {found.st_size} bytes, not {size}", hidden)
-            if set_attrs_of(fd, found, attrs):
-                _sync_attrs(name, tmp)
+            set_attrs_of(fd, found, attrs)
             try:
                 os.rename(name, last, src_dir_fd=tmp, dst_dir_fd=parent)
                 row = _row(os.fstat(fd))
             except OSError as error:
                 if error.errno != errno.EXDEV:
                     raise
-                row = _land_beside(context, name, tmp, parent, last, attrs)
+                fd = pfs.keep(_land_beside(context, name, tmp, parent, last, attrs))
+                row = _row(os.fstat(fd))
+        try:
+            sync_renamed(fd)
+        except OSError as error:  # final for this file, which lies there already: another must take its place
+            raise FinalError(NOT_PREPARED, f"fsync after the rename: {error.strerror}", hidden) from None
         fsync_dir(parent)
         remove_quietly(name + RECORD_SUFFIX, tmp)
         return row
 
 
-def _landed_before(parent: int, last: bytes, size: int, ino: int) -> StatRow | None:
-    """The stat of the path, if it is the file that was prepared: the answer of an earlier attempt was lost."""
-    with contextlib.suppress(FileNotFoundError):
-        row = stat_row(last, parent)
-        if row[0] == "f" and (row[4], row[5]) == (size, ino):
-            return row
-    return None
+def sync_renamed(fd: int) -> None:
+    """fsync a file, given by any descriptor, that got its name just now; its attributes, too.
 
-
-def _sync_attrs(name: bytes, dir_fd: int) -> None:
+    Some filesystems do nothing at fsync of a directory, but below them a file's own fsync makes its rename durable.
+    """
     try:
-        fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=dir_fd)
+        real = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except PermissionError:
         return  # mode 0000 and not root: the fsync of the directory has to do
     try:
-        os.fsync(fd)
-    except OSError:
-        remove_quietly(name, dir_fd)  # final for this file: it must not land later as if nothing had been
-        raise
+        os.fsync(real)
     finally:
+        os.close(real)
+
+
+def _landed_before(parent: int, last: bytes, size: int, ino: int, hidden: str) -> int:
+    """A descriptor of the path, if it is the file that was prepared: the answer of an earlier attempt was lost."""
+    with contextlib.suppress(FileNotFoundError):
+        fd = os.open(last, _EXAMINE, dir_fd=parent)
+        found = os.fstat(fd)
+        if stat.S_ISREG(found.st_mode) and (found.st_size, found.st_ino) == (size, ino):
+            return fd
         os.close(fd)
+    raise OSError(NOT_PREPARED, "the prepared file is not there", hidden)
 
 
-def _land_beside(context: Context, source: bytes, tmp: int, parent: int, last: bytes, attrs: Attrs) -> StatRow:
-    """The path is on another filesystem (or quota tree) than ``.cachexfs``: copy to a temporary beside it."""
+def _land_beside(context: Context, source: bytes, tmp: int, parent: int, last: bytes, attrs: Attrs) -> int:
+    """The path is on another filesystem (or quota tree) than ``.cachexfs``: copy to a temporary beside it.
+
+    Returns a descriptor of the file that landed.
+    """
     beside = BESIDE_PREFIX + context.nonce.encode()
     source_fd = os.open(source, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=tmp)
     try:
@@ -308,7 +351,7 @@ def _land_beside(context: Context, source: bytes, tmp: int, parent: int, last: b
     finally:
         os.close(source_fd)
     remove_quietly(source, tmp)
-    return stat_row(last, parent)
+    return os.open(last, _EXAMINE, dir_fd=parent)
 
 
 def discard(context: Context, hidden: str) -> None:
@@ -317,9 +360,7 @@ def discard(context: Context, hidden: str) -> None:
     with context.open(mutating=True) as pfs:
         tmp = pfs.tmp(name)
         _remove_parts(tmp, name, [], True)
-        for raw in (name, name + RECORD_SUFFIX):
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(raw, dir_fd=tmp)
+        pfs.remove([name, name + RECORD_SUFFIX], tmp)
         fsync_dir(tmp)
 
 
@@ -329,12 +370,14 @@ def prepared(context: Context) -> None:
     A record without its file (landed, or never finished) has kind ``-``.
     """
     with context.open(mutating=True) as pfs:
+        pfs.make_sure()
         for tmp in pfs.tmp_all():
             names = set(names_in(tmp))
             for raw in sorted(names):
                 if raw.endswith(RECORD_SUFFIX):
                     with contextlib.suppress(FileNotFoundError):
                         _prepared_one(context, tmp, raw, raw.removesuffix(RECORD_SUFFIX), names)
+        pfs.make_sure()
 
 
 def _prepared_one(context: Context, tmp: int, record_name: bytes, hidden: bytes, names: set[bytes]) -> None:
@@ -355,6 +398,7 @@ def _read_small(name: bytes, dir_fd: int) -> bytes:
         os.close(fd)
 
 
+@certain
 def lstat(context: Context, path: bytes) -> StatRow:
     """See ``Pfs.stat``."""
     with context.open(mutating=False) as pfs:
@@ -367,6 +411,7 @@ def lstat(context: Context, path: bytes) -> StatRow:
 def listing(context: Context, path: bytes) -> None:
     """See ``Pfs.listing``; sent in pages. A name that is gone when it is examined is left out."""
     with context.open(mutating=False) as pfs:
+        pfs.make_sure()
         fd = pfs.directory(path)
         rows: list[tuple[bytes, StatRow]] = []
         for entry in os.scandir(pfs.keep(os.open(b".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=fd))):
@@ -378,9 +423,11 @@ def listing(context: Context, path: bytes) -> None:
             if len(rows) >= PAGE_ENTRIES:
                 context.monitor.page(rows)
                 rows = []
+        pfs.make_sure()
         context.monitor.page(rows)
 
 
+@certain
 def read(context: Context, path: bytes, offset: int, length: int) -> bytes:
     """See ``Pfs.read``; at most ``READ_BYTES_MAX``. EINVAL for anything but a regular file."""
     with context.open(mutating=False) as pfs:

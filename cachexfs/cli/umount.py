@@ -84,7 +84,9 @@ def _take_away(mount: mounts.KernelMount, entry: mounts.Entry | None) -> None:
 def _await_gone(mount: mounts.KernelMount, entry: mounts.Entry) -> None:
     deadline_s = time.monotonic() + GONE_TIMEOUT_S
     while time.monotonic() < deadline_s:
-        is_mounted = any(other.device == mount.device for other in mounts.read_mountinfo()[0])
+        # The kernel gives the device's number to the next mount, of anybody.
+        same = ((other.device, other.mountpoint) for other in mounts.read_mountinfo()[0])
+        is_mounted = (mount.device, mount.mountpoint) in same
         if not is_mounted and not mounts.is_alive(entry.pid):
             return
         time.sleep(POLL_S)

@@ -28,6 +28,7 @@ _stage = re.compile(STAGE_PATTERN)
 
 _Digest = Annotated[bytes, msgspec.Meta(min_length=DIGEST_BYTES, max_length=DIGEST_BYTES)]
 _Count = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
+_Inode = Annotated[int, msgspec.Meta(ge=0)]  # all 64 bits: GlusterFS and others make it out of a random identity
 _Time = Annotated[int, msgspec.Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
 _Id32 = Annotated[int, msgspec.Meta(ge=0, le=(1 << 32) - 1)]
 
@@ -35,7 +36,7 @@ _Id32 = Annotated[int, msgspec.Meta(ge=0, le=(1 << 32) - 1)]
 class Base(msgspec.Struct, frozen=True, array_like=True):
     """What lay on the PFS under the file's path when this content was made: inode, size in bytes, mtime in ns."""
 
-    ino: _Count
+    ino: _Inode
     size: _Count
     mtime_ns: _Time
 

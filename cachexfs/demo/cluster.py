@@ -108,6 +108,7 @@ class LocalCluster:
         self.node_list = self.root / "nodes"
         self._options = dict(options or {})
         self.node_options: dict[int, dict[str, str | None]] = {}
+        self.node_pfs: dict[int, Path] = {}  # where a node has its own way to the PFS directory
         self._scratch: list[Path] = []
         self._port = _free_ports()
         self.network = NodeNetwork(f"cx{self.tag}n", nodes) if namespaces else None
@@ -203,7 +204,8 @@ class LocalCluster:
     def mount_arguments(self, index: int) -> list[str]:
         """The arguments of ``cachexfs`` that mount a node."""
         flags = ",".join(f"{key}={value}" for key, value in self.options(index).items())
-        return ["mount", str(self.pfs), str(self.nodes[index].mountpoint), "-o", flags]
+        pfs = self.node_pfs.get(index, self.pfs)
+        return ["mount", str(pfs), str(self.nodes[index].mountpoint), "-o", flags]
 
     def umount(self, indices: Iterable[int] | None = None, *arguments: str) -> None:
         """Drain and unmount, in parallel: a node serves its peers until all of them are done."""

@@ -253,11 +253,10 @@ def test_umount_drains_and_waits_until_the_mount_is_gone(daemon: FakeDaemon, ker
         {"progress": {"bytes_left": 5, "ops_left": 1, "files": ["a"]}},
         {"done": True, "left": []},
     ]
-    kernel.write_text(listed)
-    kernel_without = listed.replace("fuse.cachexfs", "fuse.gone")
 
     def gone(_: float) -> None:
-        kernel.write_text(kernel_without)
+        kernel.write_text(listed.replace("fuse.cachexfs", "fuse.gone"))
+        list_mount(kernel, "/somebody/else")  # the device number is given away at once
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(umount.time, "sleep", gone)

@@ -142,7 +142,7 @@ async def test_nodes_that_start_at_once_agree_on_one_token(
             nursery.start_soon(start)
     assert len(tokens) == 4
     assert len(set(tokens)) == 1
-    assert sorted(os.listdir(path / ".cachexfs")) == ["held", "id", "tmp"]
+    assert sorted(os.listdir(path / ".cachexfs")) == ["held", "id", "names", "tmp"]
 
 
 async def test_a_damaged_id_is_an_error_and_is_not_replaced(pfs_dir: Path) -> None:
@@ -175,3 +175,46 @@ async def test_tmp_and_held_removed_by_hand_come_back(pfs_dir: Path, source: Pat
         await pool.land("h", b"f", ATTRS, LONG_S)
         await pool.run("hide", b"f", b"name", None, LONG_S)
     assert os.listdir(pfs_dir / ".cachexfs/held") == ["name"]
+
+
+async def test_while_names_are_missing_nothing_counts_as_absent(pfs_dir: Path, source: Path) -> None:
+    """As with a server down whose files give ENOENT: what would rest on that is an error, and asked again later."""
+    async with running(PfsPool(str(pfs_dir))) as pool:
+        await pool.prepare(str(source), 10, "h", ATTRS, b"", LONG_S)
+        await pool.land("h", b"f", ATTRS, LONG_S)
+        witness = min((pfs_dir / ".cachexfs/names").iterdir())
+        witness.rename(pfs_dir / "away")
+        calls: dict[str, Callable[[], Awaitable[object]]] = {
+            "unlink": lambda: pool.run("unlink", b"gone", b"", None, LONG_S),
+            "unlink below": lambda: pool.run("unlink", b"gone/inner", b"", None, LONG_S),
+            "rmdir": lambda: pool.run("rmdir", b"gone", b"", None, LONG_S),
+            "rename": lambda: pool.run("rename", b"gone", b"there", None, LONG_S),
+            "stat": lambda: pool.stat(b"gone", LONG_S),
+            "read": lambda: pool.read(b"gone", 0, 1, LONG_S),
+            "land": lambda: pool.land("gone", b"f", ATTRS, LONG_S),
+            "discard": lambda: pool.discard("gone", LONG_S),
+            "listing": lambda: pool.listing(b"", LONG_S),
+            "prepared": lambda: pool.prepared(LONG_S),
+        }
+        for name, call in calls.items():
+            with pytest.raises(OSError, match="does not show all") as caught:
+                await call()
+            assert caught.value.errno == errno.EIO, name
+            assert pool.state == "unreachable", name
+        assert (await pool.stat(b"f", LONG_S)).size == 10  # what is there is there
+        (pfs_dir / "away").rename(witness)
+        for name in ("unlink", "unlink below", "rmdir", "discard", "listing", "prepared"):
+            await calls[name]()
+        for name in ("rename", "stat", "read", "land"):
+            with pytest.raises(FileNotFoundError):
+                await calls[name]()
+
+
+async def test_the_first_mount_after_an_id_was_lost_makes_no_other(pfs_dir: Path) -> None:
+    async with running(PfsPool(str(pfs_dir))) as pool:
+        await pool.probe()
+    (pfs_dir / ".cachexfs/id").unlink()
+    async with running(PfsPool(str(pfs_dir))) as pool:
+        with pytest.raises(OSError, match=r"no \.cachexfs/id in it"):
+            await pool.probe()
+    assert not (pfs_dir / ".cachexfs/id").exists()
