@@ -12,27 +12,29 @@ import os
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import trio
 
-from cachexfs import control_recovery
+from cachexfs import control_explain, control_recovery
 from cachexfs.core.boundary import Boundary
-from cachexfs.core.commitfiles import step_of
 from cachexfs.core.records import ROOT_FID, Inode, OpKind
 from cachexfs.engine.attributes import rfc3339
 from cachexfs.engine.completeness import Checkpoint, Completeness
 from cachexfs.engine.filesystem import Parts
-from cachexfs.errors import EXIT_CANNOT_TELL, EXIT_NO, EXIT_TIMEOUT, EXIT_USAGE, CacheXError, FsError
+from cachexfs.errors import EXIT_CANNOT_TELL, EXIT_NO, EXIT_TIMEOUT, EXIT_USAGE, CacheXError, CannotTellError, FsError
 
 log = logging.getLogger(__name__)
 
 REQUEST_BYTES_MAX = 64 << 10
 POLL_S = 0.2
 STALLED_S = 60.0
+HEARTBEAT_S = 2.0  # a client takes 10 s of silence for a daemon that hangs
+PATIENCE_S = 2.0  # for a commit file that is being read
+LATEST_PATIENCE_S = 240.0
 Answer = dict[str, Any]
+T = TypeVar("T")
 Send = Callable[[Answer], Awaitable[None]]
-AT_NAMES = {boundary: boundary.label for boundary in Boundary}
 AT = {"returned": Boundary.RETURNED, "partner": Boundary.PARTNER, "pfs": Boundary.PFS}
 
 
@@ -136,6 +138,32 @@ class ControlServer:
             raise _NotFound(f"{path}: was removed")
         return fid, inode
 
+    async def _alive(self, send: Send, work: Callable[[], Awaitable[T]]) -> T:
+        """The result of ``work()``; while it takes long, the client is told that the daemon lives."""
+        results: list[T] = []
+        errors: list[CacheXError] = []
+
+        async def run() -> None:
+            try:
+                results.append(await work())
+            except CacheXError as error:
+                errors.append(error)
+            nursery.cancel_scope.cancel()
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(run)
+            while True:
+                await trio.sleep(HEARTBEAT_S)
+                try:
+                    await send({"progress": {}})
+                except (trio.BrokenResourceError, trio.ClosedResourceError):
+                    nursery.cancel_scope.cancel()  # nobody waits any more
+        if errors:
+            raise errors[0]
+        if not results:
+            raise CannotTellError("the client is gone")
+        return results[0]
+
     async def _ping(self, request: Answer, send: Send) -> None:
         await send({"done": True, "node": self.node.name, "pid": os.getpid()})
 
@@ -145,7 +173,7 @@ class ControlServer:
         fid, inode = await self._resolve(path)
         answer = self._mount_facts()
         if inode.kind == "d":
-            checkpoints = await self.completeness.below(fid)
+            checkpoints = await self.completeness.below(fid, patience_s=PATIENCE_S)
             answer["checkpoints"] = [self._checkpoint(c) for c in checkpoints]
         else:
             attributes = await self.parts.attributes.of(fid)
@@ -162,17 +190,15 @@ class ControlServer:
             self._rate = (now_s, landed, sent)
         partners = node.partners()
         pfs_state = "offline" if node.options.offline or node.pfs is None else node.pfs.state
-        errors = [{"path": "", "error": text, "node": node.name} for text in node.errors.values()]
+        errors = [{"path": "", "error": text, "node": node.name} for text in node.known_errors()]
         for key, text in drainer.progress.errors.items():
             op = view.op(key)
-            errors.append({"path": _text(op.path) if op else "", "error": text, "node": node.name})
+            errors.append({"path": (_text(op.path) or ".") if op else "", "error": text, "node": node.name})
         shown = {e["path"] for e in errors}
-        for key, entry in view.items():
-            record = entry.record
-            if isinstance(record, Inode) and record.error:
-                path = self.parts.reader.path(int(key[2:], 16))
-                if path is not None and _text(path) not in shown:
-                    errors.append({"path": _text(path), "error": record.error, "node": record.origin})
+        for fid, record in view.failing():
+            path = self.parts.reader.path(fid)
+            if path is not None and _text(path) not in shown:
+                errors.append({"path": _text(path), "error": record.error, "node": record.origin})
         return {
             "done": True, **self.facts, "node": node.name, "job": node.options.job, "pid": os.getpid(),
             "uptime_s": round(now_s - self.started_s, 1), "fsync": node.options.fsync, "route": node.options.route,
@@ -228,59 +254,9 @@ class ControlServer:
         path = str(request.get("path") or "")
         fid, inode = await self._resolve(path)
         attributes = await self.parts.attributes.of(fid)
-        pieces: list[Answer] = []
-        checkpoint = await self.completeness.checkpoint(fid) if inode.kind == "d" else None
-        for piece in checkpoint.missing if checkpoint is not None else ():
-            fix = (
-                "save the checkpoint again"
-                if "newer" in piece.reason or "bytes" in piece.reason
-                else "wait, or see its node"
-            )
-            pieces.append(
-                {
-                    "path": _text(piece.name),
-                    "node": piece.node,
-                    "boundary": "restartable",
-                    "reason": piece.reason,
-                    "fix": fix,
-                }
-            )
-        base = self.parts.reader.path(fid) or b""
-        for key, op, _ in self.node.catalogue.view.ops():
-            if op.kind == OpKind.DIRATTR or not (op.path == base or not base or op.path.startswith(base + b"/")):
-                continue
-            reason = self.parts.drainer.reason(key)
-            fix = (
-                "nothing: it goes on by itself"
-                if "next try" not in reason
-                else "mend what the error says; it is tried again"
-            )
-            pieces.append(
-                {
-                    "path": _text(op.path),
-                    "node": op.owner,
-                    "boundary": "pfs",
-                    "reason": f"its {op.kind} {reason}",
-                    "fix": fix,
-                }
-            )
-        if self.node.replica_count:
-            records = [(base, fid, inode)] if inode.kind == "f" else [
-                (n, f, i) for n, f, i in self.completeness.walk(fid)
-            ]  # fmt: skip
-            for name, child, record in records:
-                if self.node.boundary(child, record) in (Boundary.RETURNED, Boundary.LOST):
-                    reason = record.error or (
-                        "no live partner" if not self.node.partners() else "its replica is under way"
-                    )
-                    pieces.append({"path": _text(name), "node": record.origin, "boundary": "partner", "reason": reason,
-                                   "fix": "nothing: it goes on by itself"})  # fmt: skip
-        stage = attributes.get("stage", "pfs")
-        restartable = attributes.get("restartable")
-        summary = f"{path or '/'} is at {stage}" + (f", restartable: {restartable}" if restartable else "")
-        kind = "checkpoint" if checkpoint is not None else inode.kind
-        await send({"done": True, "path": path, "kind": kind, "stage": stage,
-                    "restartable": restartable, "pieces": pieces[:1000], "summary": summary})  # fmt: skip
+        checkpoint = await self.completeness.checkpoint(fid, PATIENCE_S) if inode.kind == "d" else None
+        answer = control_explain.explain(self.parts, self.completeness, path, fid, inode, checkpoint, attributes)
+        await send({"done": True, **answer})
 
     # ---- wait
     async def _wait(self, request: Answer, send: Send) -> None:
@@ -309,20 +285,25 @@ class ControlServer:
         if inode.kind != "d":
             stage = self.parts.attributes.stage(fid, inode)
             done = stage >= at
-            return done, f"is at {stage.label}", _progress([(inode.size, done)])
+            reasons = [
+                control_explain.reason_of(self.parts, key, op) for key, op in self.node.catalogue.view.ops_of(fid)
+            ]
+            why = "; ".join([f"it is at '{stage.label}'", *reasons])
+            return done, why, _progress([(inode.size, done)])
         checkpoint = await self.completeness.checkpoint(fid)
         records = [(f, i) for _, f, i in self.completeness.walk(fid)]
         done_list = [(i.size, self.parts.attributes.stage(f, i) >= at) for f, i in records]
         progress = _progress(done_list)
         if checkpoint is None:
             done = all(done for _, done in done_list)
-            return done, "files below have not reached it", progress
+            behind = next((n for n, f, i in self.completeness.walk(fid) if self.parts.attributes.stage(f, i) < at), b"")
+            return done, f"files below have not reached it, '{_text(behind)}' for one", progress
         if checkpoint.missing:
             piece = checkpoint.missing[0]
-            return False, f"{_text(piece.name)} ({piece.node}): {piece.reason}", progress
+            return False, control_explain.words_of(piece), progress
         done = checkpoint.restartable is not None and checkpoint.restartable >= at
         now = "no" if checkpoint.restartable is None else checkpoint.restartable.label
-        return done, f"restartable: {now}", progress
+        return done, f"it is restartable at '{now}'", progress
 
     # ---- latest
     async def _latest(self, request: Answer, send: Send) -> None:
@@ -330,37 +311,17 @@ class ControlServer:
         below = request.get("below")
         try:
             fid, _ = await self._resolve(str(request.get("dir") or ""))
-            found = await self.completeness.below(fid, self.parts.importer.ensure)
+            found = await self._alive(
+                send, lambda: self.completeness.below(fid, self.parts.importer.ensure, LATEST_PATIENCE_S)
+            )
         except _NotFound as error:
-            await send({"done": True, "path": None, "certain": False, "reason": str(error)})
+            reason = f"{error} (for a first run, mkdir -p it)"
+            await send({"done": True, "path": None, "certain": False, "reason": reason})
             return
         except CacheXError as error:
             await send({"done": True, "path": None, "certain": False, "reason": str(error)})
             return
-        unreadable = ""
-        for checkpoint in sorted(found, key=_newest, reverse=True):
-            step = step_of(_text(checkpoint.path).rpartition("/")[2])
-            if below is not None and (step is None or step >= int(below)):
-                continue
-            if checkpoint.restartable is not None and checkpoint.restartable >= at:
-                await send(
-                    {"done": True, "path": _text(checkpoint.path), "certain": not unreadable, "reason": unreadable}
-                )
-                return
-            cannot = [p for p in checkpoint.missing if "cannot be read" in p.reason]
-            if cannot:
-                unreadable = f"{_text(checkpoint.path)}: {cannot[0].reason}"
-        strange = [path for path, _, inode in self.completeness.walk(fid) if inode.size and not _covered(path, found)]
-        if not found and strange and not unreadable:
-            unreadable = (
-                f"{len(strange)} files there belong to no checkpoint format that is known, {_text(strange[0])!r} for "
-                "one: see docs/formats.md"
-            )
-        lacking = [f"{_text(c.path)}: {_text(c.missing[0].name)} {c.missing[0].reason}" for c in found if c.missing]
-        reason = unreadable or "no checkpoint there can be restarted from" + (
-            f" ({lacking[-1]})" if lacking else f" at {AT_NAMES[at]}" if found else ""
-        )
-        await send({"done": True, "path": None, "certain": not unreadable, "reason": reason})
+        await send(control_explain.latest(self.completeness, fid, found, at, None if below is None else int(below)))
 
     # ---- umount
     async def _umount(self, request: Answer, send: Send) -> None:
@@ -368,12 +329,14 @@ class ControlServer:
         self.abandon = bool(request.get("abandon"))
         failed = await self.parts.files.publish_all()
         left: list[Answer] = [{"path": "", "reason": text} for text in failed]
+        if orphans := self.node.orphans():
+            left.append({"path": "", "reason": orphans})
         deadline_s = trio.current_time() + (float("inf") if timeout is None else float(timeout))
         if not self.abandon:
             await self._drain(send, deadline_s, patient=timeout is not None)
         undrained = self._undrained()
         for key, op in [row for row in undrained if row[1].kind != OpKind.DIRATTR] or undrained:
-            left.append({"path": _text(op.path) or "/", "reason": f"{op.kind} {self.parts.drainer.reason(key)}"})
+            left.append({"path": _text(op.path) or ".", "reason": control_explain.reason_of(self.parts, key, op)})
         left += self._not_on_pfs({item["path"] for item in left})
         if self.leaving is not None and not self.abandon and not left:
             async for _ in self.leaving(deadline_s):
@@ -432,11 +395,6 @@ class _NotFound(CacheXError):
     exit_code = EXIT_NO
 
 
-def _covered(path: bytes, found: list[Checkpoint]) -> bool:
-    """Whether a file lies in one of the checkpoints (paths of both are relative to different directories)."""
-    return any(b"/" + path.rpartition(b"/")[0] + b"/" in b"/" + c.path + b"/" for c in found)
-
-
 def _time(time_s: float) -> str | None:
     return rfc3339(time_s) if time_s else None
 
@@ -446,8 +404,3 @@ def _progress(items: list[tuple[int, bool]]) -> Answer:
         "bytes_done": sum(size for size, done in items if done), "bytes_total": sum(size for size, _ in items),
         "files_done": sum(done for _, done in items), "files_total": len(items),
     }  # fmt: skip
-
-
-def _newest(checkpoint: Checkpoint) -> tuple[int, float, bytes]:
-    step = step_of(_text(checkpoint.path).rpartition("/")[2])
-    return (-1 if step is None else step, checkpoint.first_s, checkpoint.path)

@@ -16,7 +16,7 @@ import os
 import signal
 import sys
 from collections import OrderedDict
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ from cachexfs.adapters.clock import ReferenceClock
 from cachexfs.adapters.etcd_server import EtcdServer
 from cachexfs.adapters.file_digest import digest_file
 from cachexfs.adapters.format_child import FormatChild
+from cachexfs.adapters.journal_file import MENDED_NAME
 from cachexfs.adapters.peer_client import PeerClients
 from cachexfs.adapters.peer_server import PeerServer
 from cachexfs.adapters.pfs_pool import PfsPool
@@ -93,6 +94,7 @@ class Daemon:
         self._retired = False
         self._needed_by: list[str] = []  # nodes that were still there when this one left
         self._serving = False
+        self._is_new = False  # the catalogue, when this daemon came
         self._control: ControlServer | None = None
         self._services = trio.CancelScope()
         self.exit_code = 0
@@ -129,12 +131,13 @@ class Daemon:
             node = Node(self.options, self.options.node, catalogue, self.staging, self.clock, digest_file)
             await self._start_pfs(services, node)
             store = await self._start_replicas(node)
+            self._is_new = catalogue.view.inode(ROOT_FID) is None
             await self._register(node, catalogue)
             parts, completeness, takeover = self._build(node, catalogue)
             await self._start_peers(services, node, store)
             handles = self.supervisor.state.handles if self.supervisor is not None else ()
             open_files = {h.node // FID_STEP * FID_STEP: h.node for h in handles if not h.is_dir}
-            await recover.adopt(node, parts.keeper, parts.files, open_files)
+            await recover.adopt(node, parts.keeper, parts.files, open_files, self._set_aside())
             parts.drainer.load()
             for task in (parts.replicator.run, parts.drainer.run, parts.keeper.run, takeover.run, parts.files.watch):
                 services.start_soon(task)
@@ -227,6 +230,23 @@ class Daemon:
         if options.alone:
             await catalogue.mutate(lambda tx: tx.put(rec.life_key(options.node), Life(options.node, "")))
 
+    def _set_aside(self) -> Callable[[str], None] | None:
+        """How staged files without a name are kept, where the catalogue is new or was mended; else None."""
+        mended = self.staging.directory / MENDED_NAME
+        if not self._is_new and not mended.exists():
+            return None
+        mended.unlink(missing_ok=True)
+        return self.staging.set_aside
+
+    def _orphans(self) -> str:
+        count = len(self.staging.orphans())
+        if not count:
+            return ""
+        return (
+            f"{count} staged files have lost their names with the catalogue: their whole contents, named by file and "
+            f"generation, are in {self.staging.directory}/orphans; copy what you need, then remove that directory"
+        )
+
     def _build(self, node: Node, catalogue: Catalogue) -> tuple[Parts, Completeness, Takeover]:
         source = Source(node)
         files = Files(node, source)
@@ -237,6 +257,7 @@ class Daemon:
         takeover = Takeover(node)
         source.keeper, source.replicator = keeper, replicator
         node.members = completeness.members_of
+        node.orphans = self._orphans
         drainer.on_landed = keeper.landed
         files.on_released = drainer.released
         files.on_orphan_closed = keeper.check
@@ -513,7 +534,7 @@ class Daemon:
             return
         if not _device(self.options.mountpoint):
             unprotect(self.options.mountpoint)
-        clean = self.exit_code == 0
+        clean = self.exit_code == 0 and not self.staging.orphans()
         if self._registry is not None:
             self._registry.unlink(missing_ok=True)
             self._registry.with_suffix(".sock").unlink(missing_ok=True)
@@ -614,6 +635,8 @@ def main() -> int:
         daemon = Daemon(options, answer)
         return trio.run(daemon.run)
     except BaseException as group:
+        for number in (signal.SIGTERM, signal.SIGINT):  # the mount command may end us before the last word is out
+            signal.signal(number, signal.SIG_IGN)
         error = first_error(group)
         if isinstance(error, CacheXError):
             log.error("%s", error)

@@ -76,3 +76,18 @@ class FsError(CacheXError):
 def enoent(why: str = "") -> FsError:
     """ENOENT as an ``FsError``."""
     return FsError(_errno.ENOENT, why)
+
+
+def quoted(path: bytes | str | None) -> str:
+    """A path as messages show it: in quotes, with control characters and bytes that are not UTF-8 escaped."""
+    if path is None:
+        return "a file without a name"
+    text = path if isinstance(path, str) else path.decode("utf-8", "surrogateescape")
+    return "'" + "".join(c if c.isprintable() else _escaped(c) for c in text) + "'"
+
+
+def _escaped(character: str) -> str:
+    code = ord(character)
+    if 0xDC80 <= code <= 0xDCFF:  # a byte, as os.fsdecode has it
+        return f"\\x{code - 0xDC00:02x}"
+    return character.encode("unicode_escape", "surrogatepass").decode()

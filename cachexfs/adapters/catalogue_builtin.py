@@ -16,7 +16,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
-import fcntl
 import mmap
 import os
 from collections.abc import Callable, Iterable
@@ -25,23 +24,29 @@ from typing import TypeVar
 
 import trio
 
+from cachexfs.adapters.journal_file import (
+    JOURNAL_NAME,
+    LOCK_NAME,
+    changes_of,
+    lock,
+    sync_directory,
+    write,
+    write_snapshot,
+)
 from cachexfs.core import journal
-from cachexfs.core.journal import End, Mutation, Rows
+from cachexfs.core.journal import Mutation, Rows
 from cachexfs.core.records import AnyRecord, encode
-from cachexfs.core.replica import Change, Entry, Replica, Tx
+from cachexfs.core.replica import Change, Replica, Tx
 from cachexfs.engine.interfaces import Listener
-from cachexfs.errors import CannotTellError, CorruptError, FsError, UsageError
+from cachexfs.errors import CorruptError, FsError
 
 T = TypeVar("T")
 
-JOURNAL_NAME = "catalogue.journal"
-LOCK_NAME = "catalogue.lock"
 #: Room that is kept allocated beyond the end, so that a full staging directory can still be drained.
 RESERVE_BYTES = 1 << 20
 #: A snapshot is worth its time when the journal is this large and this many times its last snapshot.
 COMPACT_BYTES_MIN = 4 << 20
 COMPACT_RATIO = 4
-ROWS_PER_FRAME = 1000
 
 _KEEP_SIZE = 1  # FALLOC_FL_KEEP_SIZE of linux/falloc.h
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -62,7 +67,7 @@ class BuiltinCatalogue:
         self._failed = ""
         self._grown = trio.Event()
         self._sync_lock = trio.Lock()
-        self._lock_fd = _lock(directory / LOCK_NAME)
+        self._lock_fd = lock(directory / LOCK_NAME)
         self._fd = -1
         try:
             self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
@@ -116,7 +121,7 @@ class BuiltinCatalogue:
         self._apply(revision, changes)
 
     def _apply(self, revision: int, changes: list[tuple[bytes, bytes | None]]) -> None:
-        done = self.view.apply(revision, _changes(self.view, revision, changes))
+        done = self.view.apply(revision, changes_of(self.view, revision, changes))
         for listener in self._listeners:
             listener(done)
 
@@ -189,7 +194,7 @@ class BuiltinCatalogue:
             if isinstance(item, Mutation) and not rows:
                 if item.revision != self.view.revision + 1:
                     raise ValueError(f"revision {item.revision} follows {self.view.revision}")
-                self.view.apply(item.revision, _changes(self.view, item.revision, item.changes))
+                self.view.apply(item.revision, changes_of(self.view, item.revision, item.changes))
                 rows = None
             elif isinstance(item, Mutation) or rows is None:
                 raise ValueError("mutations and snapshot are not in order")
@@ -204,10 +209,13 @@ class BuiltinCatalogue:
             raise ValueError("a snapshot has no end")
 
     def _corrupt(self, offset: int, why: str) -> CorruptError:
+        if "newer" in why:
+            return CorruptError(
+                f"{self._path}: {why}. Nothing was changed. Mount with that version, and unmount with it"
+            )
         return CorruptError(
-            f"{self._path} is damaged at byte {offset}: {why}. Nothing was changed. Move the file away to start "
-            "without it (files that are not on the PFS are then known only to `cachexfs recover`), or cut it there "
-            f"(`truncate -s {offset}`) to lose what came later"
+            f"{self._path} is damaged at byte {offset}: {why}. Nothing was changed. 'cachexfs recover --journal "
+            f"{self._path.parent}' leaves out what is damaged, keeps all else and every staged byte; then mount again"
         )
 
     def close(self) -> None:
@@ -232,7 +240,7 @@ class BuiltinCatalogue:
         entries = list(self.view.items())
         revision, start = self.view.revision, self._length
         try:
-            fd = await trio.to_thread.run_sync(_write_snapshot, fresh, entries, revision, self._fsync)
+            fd = await trio.to_thread.run_sync(write_snapshot, fresh, entries, revision, self._fsync)
         except OSError:
             self._snapshot_bytes = self._length  # tried again when the journal has grown as much once more
             return
@@ -258,40 +266,7 @@ class BuiltinCatalogue:
         self._snapshot_bytes, self._reserved = base, 0
         self._reserve()
         if self._fsync:
-            _sync_directory(self._path.parent)
-
-
-def _changes(view: Replica, revision: int, changes: list[tuple[bytes, bytes | None]]) -> list[Change]:
-    made = []
-    for key, value in changes:
-        entry = view.entry(key)
-        made.append(Change(key, value, entry.created if entry else revision, revision))
-    return made
-
-
-def _write_snapshot(path: Path, entries: list[tuple[bytes, Entry]], revision: int, fsync: bool) -> int:
-    """Write a snapshot to a new file; returns its descriptor, open for appending. Runs in a worker thread."""
-    path.unlink(missing_ok=True)
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC, 0o600)
-    try:
-        _write(fd, journal.header())
-        for start in range(0, len(entries), ROWS_PER_FRAME):
-            part = entries[start : start + ROWS_PER_FRAME]
-            rows = [(key, entry.encoded, entry.created, entry.modified) for key, entry in part]
-            _write(fd, journal.encode(Rows(rows)))
-        _write(fd, journal.encode(End(revision, len(entries))))
-        if fsync:
-            os.fdatasync(fd)
-    except BaseException:
-        os.close(fd)
-        path.unlink(missing_ok=True)
-        raise
-    return fd
-
-
-def _write(fd: int, data: bytes) -> None:
-    while data:
-        data = data[os.write(fd, data) :]
+            sync_directory(self._path.parent)
 
 
 def _copy(source: int, offset: int, length: int, target: int) -> None:
@@ -299,33 +274,6 @@ def _copy(source: int, offset: int, length: int, target: int) -> None:
         data = os.pread(source, min(length, 1 << 20), offset)
         if not data:
             raise OSError(errno.EIO, "the journal is shorter than what was written to it")
-        _write(target, data)
+        write(target, data)
         offset += len(data)
         length -= len(data)
-
-
-def _sync_directory(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
-def _lock(path: Path) -> int:
-    """Take the directory's lock; raises ``UsageError`` naming the process that has it."""
-    try:
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    except OSError as error:
-        raise CannotTellError(f"cannot open {path}: {error.strerror}") from error
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        owner = os.pread(fd, 32, 0).decode(errors="replace").strip() or "unknown"
-        os.close(fd)
-        raise UsageError(
-            f"another daemon (process {owner}) uses {path.parent}: unmount it first, or give this mount its own staging"
-        ) from None
-    os.ftruncate(fd, 0)
-    os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
-    return fd

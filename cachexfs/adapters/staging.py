@@ -20,6 +20,9 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 
 
+ORPHANS = "orphans"
+
+
 class Staging:
     """The staging directory of one mount. Not shared between daemons.
 
@@ -121,6 +124,20 @@ class Staging:
         except FileNotFoundError:
             pass
         self.used_bytes -= self._allocated.pop(stage, 0)
+
+    def set_aside(self, stage: str) -> None:
+        """Keep a staged file whose name nobody knows any more: under ``orphans``, where nothing removes it."""
+        orphans = self.directory / ORPHANS
+        orphans.mkdir(mode=0o700, exist_ok=True)
+        os.rename(self._files / stage, orphans / stage)
+        self.used_bytes -= self._allocated.pop(stage, 0)
+
+    def orphans(self) -> list[str]:
+        """What was set aside, by this daemon or an earlier one."""
+        try:
+            return sorted(os.listdir(self.directory / ORPHANS))
+        except FileNotFoundError:
+            return []
 
     def stages(self) -> list[str]:
         """Keys of all staged files."""

@@ -1,21 +1,27 @@
 """The newest whole checkpoint of a directory that is read without a daemon, such as the PFS itself.
 
 Role: ``cachexfs latest`` on a bare directory; called in a child process, since a PFS may hang. Candidates are the
-directories in it, the largest step first; each is read until one is whole. What is found wrong with the others is
-returned: an unreadable candidate makes "no" uncertain.
+checkpoints in it by the mount's own rule (``formats.outline``), the largest step first; each is read until one is
+whole. What is found wrong with the others is returned: an unreadable candidate makes "no" uncertain.
 """
 
 from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from cachexfs.cli.protocol import Latest
 from cachexfs.core.commitfiles import is_unfinished_marker, step_of, unfinished_target
-from cachexfs.core.formats import Members, describe, evaluate, recognise
-from cachexfs.core.formats.single import SingleFile
+from cachexfs.core.formats import (
+    Members,
+    commit_names,
+    describe,
+    evaluate,
+    may_be_checkpoint,
+    outline,
+    unknown_files,
+)
 from cachexfs.errors import CacheXError, CannotTellError
 
 FILES_MAX = 2_000_000
@@ -104,56 +110,104 @@ def newest(directory: str, below: int | None) -> Latest:
     listed; a directory that does not exist may be a PFS that is not mounted, and is no "no".
     """
     base = os.fsencode(directory)
+    verdicts = _Verdicts()
+    tree = _Tree(base, verdicts)
     try:
-        listing = os.listdir(base)
+        tree.listing(b"")
     except FileNotFoundError:
         raise CannotTellError(
             f"'{directory}' does not exist: is the PFS mounted? (for a first run, mkdir -p it)"
         ) from None
     except OSError as error:
         raise _unreadable(base, error) from None
-    unfinished = {unfinished_target(name) for name in listing if is_unfinished_marker(name)}
-    verdicts = _Verdicts()
-    for name in _candidates(base, listing, below):
-        if name in unfinished:
-            verdicts.not_whole.append(f"{os.fsdecode(name)}: marked as unfinished")
-        elif _is_whole(base, name, verdicts):
-            return Latest(os.path.join(directory, os.fsdecode(name)), True, "; ".join(verdicts.unknown))
-    own = [known for known, _ in recognise(listing) if not isinstance(known, SingleFile)]
-    step = step_of(os.fsdecode(os.path.basename(base)))
-    is_below = below is None or (step is not None and step < below)
-    if own and not verdicts.not_whole and not verdicts.unknown and is_below and _is_whole(base, b"", verdicts):
-        return Latest(directory, True)
+    for path in _candidates(base, tree, below):
+        if tree.is_unfinished(path):
+            verdicts.not_whole.append(f"{os.fsdecode(path)}: marked as unfinished")
+        elif _is_whole(base, path, tree.sets(path), verdicts):
+            found = os.path.join(directory, os.fsdecode(path)) if path else directory
+            return Latest(found, True, "; ".join(verdicts.unknown))
+    if not tree.found and (unknown := unknown_files(tree.strange())):
+        verdicts.unknown.append(unknown)
     reasons = verdicts.unknown or verdicts.not_whole[:3]
     what = f"no whole checkpoint in '{directory}'" + (f" below step {below}" if below is not None else "")
     return Latest(None, not verdicts.unknown, f"{what}: {'; '.join(reasons)}" if reasons else what)
 
 
-def _candidates(base: bytes, listing: list[bytes], below: int | None) -> Iterator[bytes]:
-    """Names of directories that may be checkpoints, largest step first, those without a step last."""
-    steps = [(step_of(os.fsdecode(name)), name) for name in listing if name != PRIVATE]
-    if below is not None:
-        steps = [(step, name) for step, name in steps if step is not None and step < below]
-    for _, name in sorted(steps, key=lambda item: (-1 if item[0] is None else item[0], item[1]), reverse=True):
+class _Tree:
+    """Names below a directory, listed when they are asked for. What cannot be listed makes "no" uncertain."""
+
+    def __init__(self, base: bytes, verdicts: _Verdicts) -> None:
+        self._base = base
+        self._verdicts = verdicts
+        self._known: dict[bytes, tuple[list[bytes], list[bytes]]] = {}
+        self.found = False  # some checkpoint, whole or not
+
+    def listing(self, path: bytes) -> tuple[list[bytes], list[bytes]]:
+        """Files and directories of one directory; links are neither. The root's errors are raised."""
+        if path not in self._known:
+            files: list[bytes] = []
+            directories: list[bytes] = []
+            try:
+                with os.scandir(os.path.join(self._base, path)) as entries:
+                    for entry in entries:
+                        if entry.is_dir(follow_symlinks=False):
+                            directories += [entry.name] if entry.name != PRIVATE else []
+                        elif not entry.is_symlink() or entry.is_file():
+                            files.append(entry.name)
+            except OSError as error:
+                if not path:
+                    raise
+                self._verdicts.unknown.append(f"{os.fsdecode(path)}: {_unreadable(path, error)}")
+            if path.count(b"/") >= DEPTH_MAX:
+                directories = []
+            self._known[path] = files, directories
+        return self._known[path]
+
+    def is_unfinished(self, path: bytes) -> bool:
+        """Whether a marker beside the directory says so."""
+        parent, _, name = path.rpartition(b"/")
+        files, directories = self.listing(parent) if path else ((), ())
+        return any(unfinished_target(m) == name for m in (*files, *directories) if is_unfinished_marker(m))
+
+    def sets(self, path: bytes) -> list[bytes]:
+        """Commit files of the sets that a checkpoint consists of; empty when it has one of its own."""
+        name = os.path.basename(path or self._base)
+        return outline.parts(name, self.listing, path, commit_names)
+
+    def strange(self) -> list[bytes]:
+        """Files with content in what was listed that may be checkpoints of a kind that is not known."""
+        paths = [os.path.join(path, name) for path, (files, _) in self._known.items() for name in files]
+        return [path for path in paths if may_be_checkpoint(path) and self._has_bytes(path)]
+
+    def _has_bytes(self, path: bytes) -> bool:
         try:
-            mode = os.lstat(os.path.join(base, name)).st_mode
+            return os.stat(os.path.join(self._base, path)).st_size > 0
         except OSError:
-            yield name  # listed and not there: reading it will say why
-            continue
-        if stat.S_ISDIR(mode):
-            yield name
+            return True
 
 
-def _is_whole(base: bytes, name: bytes, verdicts: _Verdicts) -> bool:
+def _candidates(base: bytes, tree: _Tree, below: int | None) -> list[bytes]:
+    """Paths of directories that are checkpoints, largest step first, those without a step last."""
+    rows = []
+    for path in outline.checkpoints(os.path.basename(base), tree.listing, commit_names):
+        tree.found = True
+        step = step_of(os.fsdecode(os.path.basename(path or base)))
+        if below is None or (step is not None and step < below):
+            rows.append((-1 if step is None else step, path))
+    return [path for _, path in sorted(rows, reverse=True)]
+
+
+def _is_whole(base: bytes, name: bytes, commits: list[bytes], verdicts: _Verdicts) -> bool:
     try:
         files = DirectoryFiles(os.path.join(base, name))
         members = describe(files)
-        problem = files.problem(members) if members is not None else None
+        problem = files.problem(members) if members is not None else "its commit file is absent: not saved to the end"
     except CacheXError as error:  # an unreadable file, or a commit file that is not understood
         verdicts.unknown.append(f"{os.fsdecode(name) or '.'}: {error}")
         return False
-    if members is None:
-        return False
+    absent = [commit for commit in commits if files.size(commit) is None]
+    if absent:
+        problem = f"{os.fsdecode(absent[0])}: absent: not saved to the end"
     if problem is not None:
         verdicts.not_whole.append(f"{os.fsdecode(name) or '.'}: {problem}")
         return False

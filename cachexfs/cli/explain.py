@@ -39,7 +39,7 @@ def _words(path: str, answer: Explanation) -> list[str]:
         first += f" and {restart}"
     lines = [first + "."]
     if answer.summary:
-        lines.append(shown(answer.summary))
+        lines[0] = f"{lines[0][:-1]}: {shown(answer.summary)}."
     lines += [_piece(piece) for piece in answer.pieces[:PIECES_MAX]]
     if len(answer.pieces) > PIECES_MAX:
         lines.append(f"... and {len(answer.pieces) - PIECES_MAX} more (--json lists all)")

@@ -13,8 +13,6 @@ from cachexfs.cli.output import shown, write, write_error, write_json
 from cachexfs.cli.protocol import Latest
 from cachexfs.errors import EXIT_CANNOT_TELL, EXIT_DONE, EXIT_NO, CannotTellError
 
-#: Reading commit files takes seconds; the daemon's own deadline is shorter.
-SILENCE_S = 60.0
 BARE_TIMEOUT_S = 120.0
 
 
@@ -36,7 +34,7 @@ def command(directory: str, boundary: str | None, below: int | None, as_json: bo
         raise client.dead(found.mount.mountpoint, None)
     else:
         request = {"op": "latest", "dir": found.relative, "at": boundary, "below": below}
-        answer = client.ask(found.entry, request, Latest, silence_s=SILENCE_S)
+        answer = client.ask(found.entry, request, Latest)
         if answer.path is not None:
             path = os.path.join(found.mount.mountpoint, answer.path)
             answer = Latest(path, answer.certain, answer.reason)

@@ -23,7 +23,7 @@ from cachexfs.cli.output import shown, table, write, write_error, write_json
 from cachexfs.cli.progress import bar
 from cachexfs.cli.protocol import Pong, Progress, Vouched
 from cachexfs.errors import EXIT_DONE, EXIT_NOT_DURABLE, CacheXError, CannotTellError, UsageError
-from cachexfs.recovery.report import HeldStore, Line, Listing, Request, Result
+from cachexfs.recovery.report import HeldStore, Line, Listing, Mended, Request, Result
 
 NVME_VARIABLE = "CACHEXFS_NVME"
 #: The child tells of every piece that it reads or writes; so long a silence means that the PFS hangs.
@@ -47,10 +47,12 @@ _WORDS = {
 @click.option("--wait", "wait_s", type=click.FloatRange(min=0), default=0.0, metavar="SECONDS",
               help="Wait so long for what 'recover' on other nodes brings.")  # fmt: skip
 @click.option("--dead", multiple=True, metavar="NODE", help="Vouch that NODE will not come back; its survivors go on.")
+@click.option("--journal", "staging_dir", metavar="STAGING_DIR",
+              help="Mend the damaged catalogue of a lone mount: leave out what is damaged, keep all else.")  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print the outcome as a JSON object.")
 def command(
     nvme_dir: str | None, pfs_dir: str | None, list_only: bool, verify: bool, job: str | None, elsewhere: bool,
-    wait_s: float, dead: tuple[str, ...], as_json: bool,
+    wait_s: float, dead: tuple[str, ...], staging_dir: str | None, as_json: bool,
 ) -> int:  # fmt: skip
     """Show what NVME_DIR holds after a crash, or bring it to the PFS.
 
@@ -61,6 +63,10 @@ def command(
         if nvme_dir or pfs_dir or list_only:
             raise UsageError("--dead speaks to the running daemon: give it alone")
         return _vouch(dead, as_json)
+    if staging_dir is not None:
+        if nvme_dir or pfs_dir or list_only:
+            raise UsageError("--journal mends the catalogue in a staging directory: give it alone")
+        return _mend(staging_dir, as_json)
     nvme = nvme_dir or os.environ.get(NVME_VARIABLE)
     if nvme is None and pfs_dir is None:
         raise UsageError("nothing to look at: give the job's NVME_DIR, --to PFS_DIR, or both")
@@ -200,6 +206,18 @@ def _store_lines(store: HeldStore) -> list[str]:
     if rows:
         lines += table(["file", "bytes", "generation", "written on", "state", ""], rows, "  ")
     return lines + [shown(f"  damaged: {f.reason}") for f in store.damaged]
+
+
+# ---- a damaged journal
+def _mend(staging_dir: str, as_json: bool) -> int:
+    request = Request(None, None, journal=os.path.abspath(staging_dir))
+    mended = _ask(request, lambda _: None).mended or Mended(0, 0)
+    if as_json:
+        write_json({"kept": mended.kept, "skipped": mended.skipped})
+    else:
+        what = f"{mended.skipped} damaged places left out" if mended.skipped else "nothing in it was damaged"
+        write(f"{mended.kept} records kept, {what}; the old file is beside it. Mount again with the same options")
+    return EXIT_NOT_DURABLE if mended.skipped else EXIT_DONE
 
 
 # ---- a dead node

@@ -46,9 +46,14 @@ def problems(status: Status) -> list[str]:
         found.append("no live partner: what is only here would be lost with this node")
     if status.pfs_state in ("unreachable", "hung"):
         found.append(f"the PFS is {status.pfs_state}" + (f": {status.pfs_error}" if status.pfs_error else ""))
-    found += [f"{error.path}{f' ({error.node})' if error.node else ''}: {error.error}" for error in status.errors]
-    known = {error.path for error in status.errors}
-    found += [f"{point.path}: {point.error}" for point in status.checkpoints if point.error and point.path not in known]
+    for error in status.errors:
+        where = " ".join(filter(None, [error.path, f"({error.node})" if error.node else ""]))
+        found.append(f"{where}: {error.error}")
+    known = [error.path for error in status.errors]
+    for point in status.checkpoints:  # its error is that of one of its files
+        prefix = point.path + "/" if point.path else ""
+        if point.error and not any(path.startswith(prefix) for path in known):
+            found.append(f"{point.path or '.'}: {point.error}")
     if status.file is not None and status.file.error and status.file.path not in known:
         found.append(f"{status.file.path}: {status.file.error}")
     return found

@@ -25,7 +25,7 @@ _POINTER_NAMES = frozenset({b"latest", b"latest_checkpointed_iteration.txt"})
 _RANK_METADATA = re.compile(rb"__[0-9]+\.metadata")
 _INDEX_SUFFIX = b".index.json"
 _SUCCESS = b"commit_success"
-_UNFINISHED_SUFFIX = b"-unfinished"
+UNFINISHED = b"-unfinished"
 
 _POINTER_BYTES_MAX = 4096
 _COMPONENT_BYTES_MAX = 255
@@ -78,12 +78,12 @@ def pointer_target(name: bytes, data: bytes) -> bytes | None:
 
 def is_unfinished_marker(name: bytes) -> bool:
     """Whether this is NeMo's marker ``X-unfinished``: while it exists, checkpoint X does not count."""
-    return name.endswith(_UNFINISHED_SUFFIX) and len(name) > len(_UNFINISHED_SUFFIX)
+    return name.endswith(UNFINISHED) and len(name) > len(UNFINISHED)
 
 
 def unfinished_target(marker: bytes) -> bytes:
     """The name X that the marker ``X-unfinished`` speaks of, beside it."""
-    return marker.removesuffix(_UNFINISHED_SUFFIX)
+    return marker.removesuffix(UNFINISHED)
 
 
 def step_of(name: str) -> int | None:

@@ -23,6 +23,9 @@ import msgspec
 MAGIC = b"CACHEXJN"
 VERSION = 1
 PAYLOAD_BYTES_MAX = 64 << 20
+CHUNK_BYTES = 4096
+
+NEWER = "it was written by a newer CacheX FS (format version {}, " + f"this one reads {VERSION})"
 
 _HEADER = struct.Struct("<8sI")
 _HEAD = struct.Struct("<II")
@@ -124,6 +127,26 @@ class Frames:
             at = self.good_length = end
 
 
+def whole_frames(data: bytes | mmap.mmap) -> Iterator[tuple[int, bytes | None]]:
+    """Everything of a damaged file that is whole: (offset, payload), and (offset, None) where bytes were skipped."""
+    at, size, skipping = HEADER_BYTES, len(data), False
+    while at + FRAME_BYTES <= size:
+        length, payload_crc = _HEAD.unpack_from(data, at)
+        end = at + FRAME_BYTES + length
+        (head_crc,) = _CRC.unpack_from(data, at + _HEAD.size)
+        whole = head_crc == crc32c.crc32c(data[at : at + _HEAD.size]) and 0 < length <= PAYLOAD_BYTES_MAX
+        payload = data[at + FRAME_BYTES : end] if whole and end <= size else b""
+        if payload and crc32c.crc32c(payload) == payload_crc:
+            yield at, payload
+            at, skipping = end, False
+            continue
+        if not data[at : at + CHUNK_BYTES].strip(b"\0") and not data[at:].strip(b"\0"):
+            return
+        if not skipping:
+            yield at, None
+        at, skipping = (end, False) if payload else (at + 1, True)
+
+
 def scan(data: bytes) -> Scan:
     """Read a whole file. An empty one, or the beginning of a header, is an empty journal."""
     frames = Frames(data)
@@ -136,7 +159,7 @@ def _wrong_header(data: bytes) -> str:
     (crc,) = _CRC.unpack_from(data, _HEADER.size)
     if magic != MAGIC or crc != crc32c.crc32c(data[: _HEADER.size]):
         return "it does not start like a journal"
-    return f"it has format version {version}, this program reads {VERSION}"
+    return NEWER.format(version) if version > VERSION else f"it has the unknown format version {version}"
 
 
 def encode(item: Item) -> bytes:

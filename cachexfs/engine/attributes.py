@@ -10,7 +10,7 @@ from datetime import UTC, datetime
 
 from cachexfs.core.boundary import Boundary
 from cachexfs.core.records import ROOT_FID, Inode
-from cachexfs.engine.completeness import Checkpoint, Completeness
+from cachexfs.engine.completeness import Checkpoint, Completeness, Piece
 from cachexfs.engine.files import Files
 from cachexfs.engine.node import Node
 
@@ -59,9 +59,10 @@ class Attributes:
         waited_s = max(0.0, node.clock.now_s() - inode.t_returned_s) if inode.t_returned_s else 0.0
         found = {
             "stage": stage.label,
-            "eta.partner": self._eta("partner", inode.size, waited_s, reached=stage >= Boundary.PARTNER),
             "eta.pfs": self._eta("pfs", inode.size, waited_s, reached=on_pfs),
         }
+        if node.replica_count:
+            found["eta.partner"] = self._eta("partner", inode.size, waited_s, reached=stage >= Boundary.PARTNER)
         protected = len({copy.node for copy in node.live_copies(inode)}) > node.replica_count or not inode.size
         times = (
             ("returned", inode.t_returned_s, True),
@@ -71,8 +72,8 @@ class Attributes:
         for name, time_s, holds in times:
             if time_s and holds and stage != Boundary.WRITING:
                 found[f"t.{name}"] = rfc3339(time_s)
-        holders = [f"{copy.node}:{copy.tier}" for copy in node.live_copies(inode)] + (["pfs"] if on_pfs else [])
-        found["holders"] = ",".join(holders)
+        holders = [f"{copy.node}:{copy.tier}" for copy in node.live_copies(inode)]
+        found["holders"] = ",".join(holders + ([self._pfs()] if on_pfs else []))
         found["origin"] = inode.origin or "pfs"
         found["route"] = "direct" if node.replica_count == 0 else "partner"
         found["generation"] = str(inode.gen)
@@ -85,6 +86,12 @@ class Attributes:
         if error:
             found["error"] = error
         return found
+
+    def _pfs(self) -> str:
+        """The PFS as a holder: a copy there counts, but nobody can read it while it does not answer."""
+        pfs = self.node.pfs
+        state = "offline" if pfs is None or self.node.options.offline else pfs.state
+        return "pfs" if state == "ok" else f"pfs:{state}"
 
     def _eta(self, boundary: str, size: int, waited_s: float, *, reached: bool) -> str:
         if reached:
@@ -104,9 +111,10 @@ class Attributes:
         found = {
             "stage": weakest.label,
             "pending": str(pending),
-            "eta.partner": self._eta("partner", pending, 0.0, reached=weakest >= Boundary.PARTNER),
             "eta.pfs": self._eta("pfs", pending, 0.0, reached=weakest == Boundary.PFS),
         }
+        if self.node.replica_count:
+            found["eta.partner"] = self._eta("partner", pending, 0.0, reached=weakest >= Boundary.PARTNER)
         if error:
             found["error"] = error
         checkpoint = await self.completeness.checkpoint(fid)
@@ -128,10 +136,7 @@ class Attributes:
         }  # fmt: skip
         found.update({f"t.{name}": rfc3339(time_s) for name, time_s in times.items() if time_s})
         if checkpoint.missing:
-            shown = [
-                f"{piece.name.decode(errors='backslashreplace')} ({piece.node or 'unknown node'}: {piece.reason})"
-                for piece in checkpoint.missing[:MISSING_SHOWN_MAX]
-            ]
+            shown = [_missing(piece) for piece in checkpoint.missing[:MISSING_SHOWN_MAX]]
             more = len(checkpoint.missing) - len(shown)
             found["missing"] = "; ".join(shown) + (f"; and {more} more" if more > 0 else "")
 
@@ -141,3 +146,8 @@ class Attributes:
         safe = [c for c in await self.completeness.below(fid) if c.restartable is not None and c.restartable >= least]
         newest = max((c.first_s for c in safe), default=0.0)
         return max(0.0, self.node.clock.now_s() - newest) if newest else None
+
+
+def _missing(piece: Piece) -> str:
+    why = f"{piece.node}: {piece.reason}" if piece.node else piece.reason
+    return f"{piece.name.decode(errors='backslashreplace')} ({why})"

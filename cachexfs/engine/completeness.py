@@ -19,8 +19,8 @@ import trio
 
 from cachexfs.core import formats
 from cachexfs.core.boundary import Boundary
-from cachexfs.core.commitfiles import is_pointer_name, step_of
-from cachexfs.core.formats import FormatError, Members
+from cachexfs.core.commitfiles import UNFINISHED, step_of
+from cachexfs.core.formats import FormatError, Members, outline
 from cachexfs.core.records import Inode
 from cachexfs.engine.content import Reader
 from cachexfs.engine.files import Files
@@ -33,6 +33,9 @@ CACHE_MAX = 256
 THREAD_BYTES_MAX = 256 << 10  # 20 ms of parsing; a thread that runs Python longer is felt by every request
 PATIENCE_S = 5.0  # of an application that asks for an attribute
 LATER_S = 30.0  # before what could not be read is tried again
+
+
+Name = bytes  # a path relative to the checkpoint directory
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +66,7 @@ class Checkpoint:
     first_s: float = 0.0
     holders: tuple[str, ...] = ()
     error: str = ""
+    needed: Collection[Name] = ()  # its files, commit files among them; empty while that is not known
 
     @property
     def t_restartable_s(self) -> float:
@@ -120,22 +124,67 @@ class Completeness:
         names = [name for name, entry in self.node.catalogue.view.children(fid).items() if entry.kind == "f"]
         return list(formats.recognise(names))
 
+    def _listing(self, fid: int) -> outline.Listing:
+        """Files and directories by path below a directory; what is not there is empty."""
+        view, fids = self.node.catalogue.view, {b"": fid}
+
+        def listing(path: bytes) -> tuple[list[bytes], list[bytes]]:
+            children = view.children(fids[path]) if path in fids else {}
+            directories = []
+            for name, entry in children.items():
+                if entry.kind == "d":
+                    fids[path + b"/" + name if path else name] = entry.fid
+                    directories.append(name)
+            return [name for name, entry in children.items() if entry.kind == "f"], directories
+
+        return listing
+
+    def _commit_files(self, fid: int) -> list[tuple[str, bytes]]:
+        """(format, commit file) of a checkpoint directory: its own, else those of the sets that make it up."""
+        own = [(known.name, commit) for known, commit in self.commits(fid)]
+        if own:
+            return own
+        path = self.reader.path(fid) or b""
+        listing = self._listing(fid)
+        if awaited := outline.awaited(listing(b"")[0]):
+            return [("dcp", awaited)]
+        return [
+            ("dcp" if commit.endswith(b".metadata") else "sets", commit)
+            for commit in outline.parts(path.rpartition(b"/")[2], listing, b"", formats.commit_names)
+        ]
+
+    def _unfinished(self, fid: int) -> bytes:
+        """The marker beside a directory that says it is not finished (NeMo), or nothing."""
+        view = self.node.catalogue.view
+        for parent, name in view.names_of(fid):
+            if view.lookup(parent, name + UNFINISHED) is not None:
+                return name + UNFINISHED
+        return b""
+
     async def checkpoint(self, fid: int, patience_s: float = PATIENCE_S) -> Checkpoint | None:
         """What a directory is worth as a checkpoint; None when nothing in it is a recognised commit file.
 
         ``patience_s``: how long to wait for a commit file that has not been read before.
         """
-        found = self.commits(fid)
+        found = self._commit_files(fid)
         if not found:
             return None
-        result = Checkpoint(fid, self.reader.path(fid) or b"", found[0][0].name, found[0][1])
+        result = Checkpoint(fid, self.reader.path(fid) or b"", *found[0])
+        if marker := self._unfinished(fid):
+            result.missing.append(Piece(marker, "", "marks it as unfinished"))
         tree = {path: (child, inode) for path, child, inode in self.walk(fid)}
+        absent = [commit for _, commit in found if commit not in tree]
+        if absent:  # its shards are there: it is being saved, or was
+            result.missing += [Piece(commit, "", "absent: not saved yet") for commit in absent]
+            self._sum(result, tree, set(tree))
+            return result
         members = await self._describe(fid, tree, [commit for _, commit in found], patience_s)
         if isinstance(members, str):
             result.missing.append(Piece(found[0][1], self._origin(tree, found[0][1]), members))
             self._sum(result, tree, set(tree))
             return result
         needed = {members.commit, *members.needs, *(commit for _, commit in found)}
+        result.needed = frozenset(needed & tree.keys())
         self._judge(result, tree, members, needed)
         self._sum(result, tree, needed)
         return result
@@ -153,8 +202,7 @@ class Completeness:
         for lack in formats.evaluate(members.needs, sizes):
             result.missing.append(Piece(lack.name, self._origin(tree, lack.name), lack.reason))
         absent = {piece.name for piece in result.missing}
-        commit = tree.get(members.commit)
-        published = view.published_at(commit[0]) if commit is not None else 0
+        commits = {name for name in needed if name.endswith(b".metadata") and name in tree}
         worst: Boundary | None = None
         count_pfs = node.pfs is not None and node.pfs.state == "ok" and not node.options.offline
         for name in sorted(needed - absent):
@@ -167,8 +215,9 @@ class Completeness:
                 continue
             generation = view.generation(fid)
             foreign = generation is not None and generation.origin
-            if members.commit.endswith(b".metadata") and foreign and view.published_at(fid) > published:
-                result.missing.append(Piece(name, inode.origin, f"is newer than {_shown(members.commit)}"))
+            after = outline.covering(name, commits) if foreign else None
+            if after is not None and view.published_at(fid) > view.published_at(tree[after][0]):
+                result.missing.append(Piece(name, inode.origin, f"is newer than {_shown(after)}"))
                 continue
             boundary = node.boundary(fid, inode, count_pfs=count_pfs)
             if boundary == Boundary.LOST:
@@ -253,7 +302,7 @@ class Completeness:
 
     def _keep(self, key: _Key, members: Members | str, tree: dict[bytes, tuple[int, Inode]]) -> None:
         self._parsed[key] = members
-        if isinstance(members, Members) and members.commit in tree:
+        if isinstance(members, Members) and members.commit in tree and b"/" not in members.commit:
             child, inode = tree[members.commit]
             self._members[child, inode.gen] = frozenset(members.needs)
         while len(self._parsed) > CACHE_MAX:
@@ -269,20 +318,30 @@ class Completeness:
         Directories of the PFS that nobody has looked into yet are left out, unless ``ensure`` brings their entries
         in; it raises when it cannot.
         """
-        view, stack, found = self.node.catalogue.view, [fid], []
-        while stack:
+        view, stack = self.node.catalogue.view, [fid]
+        while stack and ensure is not None:
             directory = stack.pop()
-            if ensure is not None:
-                await ensure(directory)
-            checkpoint = None
-            if any(not is_pointer_name(commit) for _, commit in self.commits(directory)):
-                await trio.lowlevel.checkpoint()  # a hundred checkpoints of a thousand files take a second
-                checkpoint = await self.checkpoint(directory, patience_s)
+            await ensure(directory)
+            names = [name for name, entry in view.children(directory).items() if entry.kind == "f"]
+            if not outline.is_head(names, formats.commit_names):
+                stack += [entry.fid for entry in view.children(directory).values() if entry.kind == "d"]
+        base, found = self.reader.path(fid) or b"", []
+        directories = list(outline.checkpoints(base.rpartition(b"/")[2], self._listing(fid), formats.commit_names))
+        for path in directories:
+            await trio.lowlevel.checkpoint()  # a hundred checkpoints of a thousand files take a second
+            where = self._find(fid, path)
+            checkpoint = await self.checkpoint(where, patience_s) if where is not None else None
             if checkpoint is not None:
                 found.append(checkpoint)
-                continue
-            stack += [entry.fid for entry in view.children(directory).values() if entry.kind == "d"]
         return sorted(found, key=lambda c: (c.path.rpartition(b"/")[0], _step(c.path), c.path))
+
+    def _find(self, fid: int, path: bytes) -> int | None:
+        """The directory at a path below another one; None when it has gone meanwhile."""
+        found: int | None = fid
+        for name in filter(None, path.split(b"/")):
+            entry = self.node.catalogue.view.lookup(found, name) if found is not None else None
+            found = entry.fid if entry is not None else None
+        return found
 
 
 _Key = tuple[int, tuple[tuple[bytes, int, int], ...], int, int]

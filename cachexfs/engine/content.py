@@ -25,7 +25,7 @@ from cachexfs.core.digest import BLOCK_BYTES, block_count, block_digest, block_l
 from cachexfs.core.records import Copy, Generation, OpKind
 from cachexfs.engine.files import copy_bytes
 from cachexfs.engine.node import Node
-from cachexfs.errors import CacheXError, CorruptError, FsError
+from cachexfs.errors import CacheXError, CorruptError, FsError, quoted
 
 log = logging.getLogger(__name__)
 
@@ -145,7 +145,7 @@ class Reader:
             await self._report(fid, content, bad, reasons)
         gone = self.node.catalogue.view.generation(fid) != content
         why = "; ".join(reasons) or "no live node holds it and it is not on the PFS"
-        raise FsError(errno.ESTALE if gone else errno.EIO, f"{self.path(fid)!r} block {index}: {why}")
+        raise FsError(errno.ESTALE if gone else errno.EIO, f"{quoted(self.path(fid))} block {index}: {why}")
 
     def _attempts(
         self, fid: int, content: Generation, index: int

@@ -31,7 +31,7 @@ from cachexfs.engine.files import Files, Vnode
 from cachexfs.engine.interfaces import PfsAttrs, PfsStat
 from cachexfs.engine.node import Node
 from cachexfs.engine.recover import check_stage
-from cachexfs.errors import CacheXError, FsError
+from cachexfs.errors import CacheXError, FsError, quoted
 
 log = logging.getLogger(__name__)
 
@@ -676,8 +676,7 @@ class Drainer:
         blocker = self.order.blocker(key)
         waits = self.node.catalogue.view.op(blocker) if blocker is not None else None
         if waits is not None:
-            shown = waits.path.decode(errors="backslashreplace")
-            return f"waits for the {waits.kind} of {shown!r} (node {waits.owner}), which must land first"
+            return f"waits for the {waits.kind} of {quoted(waits.path)} (node {waits.owner}), which must land first"
         if op is not None and op.kind == OpKind.PUT and self.files.busy(op.fid):
             return "waits until the writer that has the file open closes it"
         if op is not None and not self.node.live(op.owner):

@@ -22,6 +22,7 @@ from cachexfs.engine.node import Node
 from cachexfs.errors import CacheXError, CorruptError
 
 READERS_MAX = 4
+PATIENCE_S = 240.0  # for a large commit file that has not been read before
 PIECE_BYTES = 4 << 20
 PEER_DEADLINE_S = 20.0
 
@@ -67,9 +68,11 @@ class Drill:
 
     async def run(self, fid: int, without: str | None, on_piece: Callable[[int], None]) -> Report:
         """Drill the checkpoint in a directory. ``on_piece`` gets bytes as they are read. Raises ``CacheXError``."""
-        checkpoint = await self.completeness.checkpoint(fid)
+        checkpoint = await self.completeness.checkpoint(fid, PATIENCE_S)
         if checkpoint is None:
-            return Report(without or "", reason="no commit file in it: it is not a checkpoint, or not saved yet")
+            return Report(
+                without or self.node.name, reason="no commit file in it: it is not a checkpoint, or not saved yet"
+            )
         tree = {name: (child, inode) for name, child, inode in self.completeness.walk(fid)}
         commit = tree.get(checkpoint.commit)
         origin = commit[1].origin if commit is not None else ""
@@ -77,12 +80,9 @@ class Drill:
         if checkpoint.missing:
             pieces = [f"{_shown(p.name)}: {p.reason}" for p in checkpoint.missing[:3]]
             report.reason = "it is not restartable now: " + "; ".join(pieces)
-        members = self.completeness.members_of(commit[0], commit[1].gen) if commit is not None else None
-        if members is None:
+        if not checkpoint.needed:
             report.reason = report.reason or f"{_shown(checkpoint.commit)} cannot be read"
-            members = ()
-        commits = [name for _, name in self.completeness.commits(fid)]
-        needed = sorted({*members, *commits, checkpoint.commit} & tree.keys())
+        needed = sorted(set(checkpoint.needed) & tree.keys() or {checkpoint.commit} & tree.keys())
         self._note(report)
         found: dict[bytes, Drilled] = {}
         slots = trio.CapacityLimiter(READERS_MAX)
@@ -94,7 +94,9 @@ class Drill:
 
     def _note(self, report: Report) -> None:
         live = [n for n in self.node.catalogue.view.nodes if self.node.live(n)]
-        if report.without not in self.node.catalogue.view.nodes:
+        if self.node.options.alone:
+            report.notes.append("this node is alone: what survives it is on the PFS ('cachexfs wait --at pfs')")
+        elif report.without not in self.node.catalogue.view.nodes:
             report.notes.append(f"{report.without} is no node of this job")
         if len(live) == 2 and report.without in live:
             report.notes.append(

@@ -30,7 +30,7 @@ from cachexfs.core.publication import Content
 from cachexfs.core.records import FID_STEP, Copy, Generation, Inode
 from cachexfs.engine.interfaces import ContentSource, Synced
 from cachexfs.engine.node import Node
-from cachexfs.errors import CacheXError, CatalogueUnavailableError, FsError
+from cachexfs.errors import CacheXError, CatalogueUnavailableError, FsError, quoted
 
 log = logging.getLogger(__name__)
 
@@ -231,7 +231,7 @@ class Files:
             return
         if vnode.stage and vnode.stage == vnode.content.stage:
             self._close_stage(vnode)
-            vnode._change_lock = vnode._publish_lock = vnode.closing = None
+            vnode._change_lock = vnode._publish_lock = vnode.closing = vnode.digested = vnode.synced = None
 
     def _close_stage(self, vnode: Vnode) -> None:
         if vnode.fd >= 0:
@@ -737,7 +737,7 @@ class Files:
                 try:
                     await self.publish(vnode)
                 except (CacheXError, OSError) as error:
-                    failed.append(f"{self.source.path(vnode.fid)!r}: {error}")
+                    failed.append(f"{quoted(self.source.path(vnode.fid))}: {error}")
         return failed
 
 

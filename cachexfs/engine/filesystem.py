@@ -31,7 +31,7 @@ from cachexfs.engine.hold import Keeper
 from cachexfs.engine.node import Node
 from cachexfs.engine.pfs_import import Importer
 from cachexfs.engine.replicate import Replicator
-from cachexfs.errors import CacheXError, CatalogueUnavailableError, FsError, NotDurableError
+from cachexfs.errors import CacheXError, CatalogueUnavailableError, FsError, NotDurableError, quoted
 
 log = logging.getLogger(__name__)
 
@@ -173,7 +173,7 @@ class Filesystem:
             return await self._dot(parent, name)
         entry = self.node.catalogue.view.lookup(parent, name)
         if entry is None and not fresh:
-            raise FsError(errno.EIO, f"cannot tell whether {name!r} exists: the catalogue does not answer")
+            raise FsError(errno.EIO, f"cannot tell whether {quoted(name)} exists: the catalogue does not answer")
         if entry is None:
             raise FsError(errno.ENOENT)
         return self._entry(entry.fid, entry.kind)

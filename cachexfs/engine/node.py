@@ -23,6 +23,8 @@ from cachexfs.engine.requests import Requests
 
 log = logging.getLogger(__name__)
 
+CALL_SHOWN_S = 600.0
+
 #: (digest, tree, blocks) of the first bytes of an open file.
 DigestFile = Callable[[int, int], tuple[bytes, bytes, list[bytes]]]
 
@@ -44,6 +46,8 @@ class Node:
     errors: dict[str, str] = field(default_factory=dict)
     unverified: set[str] = field(default_factory=set)  # staged by a former daemon, digests not checked since
     failed: str = ""
+    orphans: Callable[[], str] = field(default=lambda: "")  # in words, what is staged and has lost its name
+    failed_call: tuple[str, float] = ("", 0.0)  # the last one that got EIO, and when
     members: Callable[[int, int], Collection[bytes] | None] = field(default=lambda fid, gen: None)
     requests: Requests = field(init=False)
     _op_base: int = 0
@@ -52,6 +56,18 @@ class Node:
     def __post_init__(self) -> None:
         self.requests = Requests(self.name)
         self._op_base = self.clock.now_ns() // 1_000_000
+
+    # ---- what went wrong
+    def note_failed_call(self, text: str) -> None:
+        """An application's call got EIO."""
+        self.failed_call = (text, self.clock.now_s())
+
+    def known_errors(self) -> list[str]:
+        """What is wrong with this node as a whole, for ``status``; a failed call is told for ten minutes."""
+        text, when_s = self.failed_call
+        age_s = self.clock.now_s() - when_s
+        recent = [f"{text} ({age_s:.0f} s ago)"] if text and age_s < CALL_SHOWN_S else []
+        return [*self.errors.values(), *filter(None, [self.orphans()]), *recent]
 
     # ---- mutations
     def ctx(self) -> Ctx:

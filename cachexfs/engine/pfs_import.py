@@ -20,7 +20,7 @@ from cachexfs.core.replica import Tx
 from cachexfs.engine.content import Reader
 from cachexfs.engine.interfaces import PfsStat
 from cachexfs.engine.node import Node
-from cachexfs.errors import FsError
+from cachexfs.errors import FsError, quoted
 
 log = logging.getLogger(__name__)
 
@@ -57,9 +57,9 @@ class Importer:
             try:
                 entries = await self.node.pfs.listing(path, IMPORT_DEADLINE_S)
             except FileNotFoundError as error:
-                raise FsError(errno.EIO, f"{path!r} was on the PFS and is not there now: {error}") from error
+                raise FsError(errno.EIO, f"{quoted(path)} was on the PFS and is not there now: {error}") from error
             except (OSError, trio.TooSlowError) as error:
-                raise FsError(errno.EIO, f"the PFS cannot list {path!r}: {error or 'no answer'}") from error
+                raise FsError(errno.EIO, f"the PFS cannot list {quoted(path)}: {error or 'no answer'}") from error
         for start in range(0, len(entries), BATCH_NAMES):
             await self._take(fid, entries[start : start + BATCH_NAMES])
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import stat
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import msgspec
 import trio
@@ -29,11 +29,18 @@ from cachexfs.errors import CacheXError
 log = logging.getLogger(__name__)
 
 
-async def adopt(node: Node, keeper: Keeper, files: Files, open_files: Mapping[int, int]) -> None:
+async def adopt(
+    node: Node,
+    keeper: Keeper,
+    files: Files,
+    open_files: Mapping[int, int],
+    set_aside: Callable[[str], None] | None = None,
+) -> None:
     """Take over the staging directory of this node's previous life.
 
     ``open_files`` (file id -> inode number) are those that applications still have open through a supervisor: they
-    go on with their unpublished bytes.
+    go on with their unpublished bytes. ``set_aside`` is given where the catalogue may have forgotten what it knew: what
+    has no name then is not superseded, and is kept.
     """
     for stage in sorted(node.staging.stages(), key=_age, reverse=True):
         if not node.staging.has(stage):
@@ -50,7 +57,7 @@ async def adopt(node: Node, keeper: Keeper, files: Files, open_files: Mapping[in
         if fid in open_files and files.known(fid) is None and _in_progress(node, stage, fid, gen):
             files.resume(fid, open_files[fid], stage, node.catalogue.view.generation(fid))
             continue
-        await _adopt_one(node, keeper, stage, fid, gen)
+        await _adopt_one(node, keeper, stage, fid, gen, set_aside or node.staging.remove)
     for key, entry in list(node.catalogue.view.items()):
         record = entry.record if key.startswith((b"g/", b"i/")) else None
         if isinstance(record, rec.Generation) and int(key[2:], 16) in open_files:
@@ -126,7 +133,7 @@ def _was_passed(node: Node, stage: str) -> bool:
     return stat.S_IMODE(os.stat(node.staging.path(stage)).st_mode) == PASSED_MODE
 
 
-async def _adopt_one(node: Node, keeper: Keeper, stage: str, fid: int, gen: int) -> None:
+async def _adopt_one(node: Node, keeper: Keeper, stage: str, fid: int, gen: int, remove: Callable[[str], None]) -> None:
     generation = node.catalogue.view.generation(fid)
     inode = node.catalogue.view.inode(fid)
     size = node.staging.size(stage)
@@ -149,7 +156,7 @@ async def _adopt_one(node: Node, keeper: Keeper, stage: str, fid: int, gen: int)
             await _publish(node, stage, fid, generation.gen, size)
             return
     if not keeper.referenced(stage):
-        node.staging.remove(stage)
+        remove(stage)
 
 
 async def _complete(node: Node, stage: str, fid: int, generation: rec.Generation) -> None:

@@ -54,7 +54,7 @@ def handler(function: H) -> H:
         except FsError as error:
             if error.errno == errno.EIO:
                 log.warning("%s: %s", function.__name__, error)
-                self.filesystem.node.errors["io"] = f"{function.__name__}: {error}"
+                self.filesystem.node.note_failed_call(f"{function.__name__}: {error}")
             raise FUSEError(error.errno) from None
         except OSError as error:
             raise FUSEError(error.errno or errno.EIO) from None

@@ -26,6 +26,7 @@ class Request(msgspec.Struct, frozen=True):
     job: str | None = None
     elsewhere: bool = False
     wait_s: float = 0.0
+    journal: str | None = None  # instead of all that: mend the catalogue in this staging directory
 
 
 class HeldFile(msgspec.Struct, frozen=True):
@@ -68,6 +69,13 @@ class Listing(msgspec.Struct, frozen=True):
     records: tuple[SafeFile, ...] = ()
 
 
+class Mended(msgspec.Struct, frozen=True):
+    """The answer to ``journal``: records kept, damaged places left out."""
+
+    kept: int
+    skipped: int
+
+
 class Outcome(msgspec.Struct, frozen=True):
     """What became of one content."""
 
@@ -104,3 +112,4 @@ class Line(msgspec.Struct, frozen=True):
     exit: int = 0
     listing: Listing | None = None
     result: Result | None = None
+    mended: Mended | None = None

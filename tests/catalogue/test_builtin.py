@@ -7,17 +7,21 @@ import errno
 import os
 import resource
 import signal
+import struct
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import crc32c
 import pytest
 import trio
 import trio.lowlevel
 from catalogue_support import adder, inode, namer, remover, running, size_of
 
-from cachexfs.adapters.catalogue_builtin import JOURNAL_NAME, BuiltinCatalogue
+from cachexfs.adapters.catalogue_builtin import BuiltinCatalogue
+from cachexfs.adapters.journal_file import JOURNAL_NAME, mend
+from cachexfs.core.journal import HEADER_BYTES, MAGIC, VERSION, whole_frames
 from cachexfs.core.records import FID_STEP, ROOT_FID, AnyRecord, dirent_key, inode_key
 from cachexfs.core.replica import Replica
 from cachexfs.errors import CorruptError, FsError, UsageError
@@ -118,7 +122,7 @@ async def test_damage_is_an_error_that_says_what_to_do_and_changes_nothing(tmp_p
         spoilt = bytearray(data)
         spoilt[at] ^= 0x40
         journal.write_bytes(spoilt)
-        with pytest.raises(CorruptError, match=r"damaged at byte \d+.*Move the file away.*truncate -s"):
+        with pytest.raises(CorruptError, match=r"damaged at byte \d+.*recover --journal"):
             BuiltinCatalogue(tmp_path)
         assert journal.read_bytes() == spoilt
     journal.write_bytes(data)
@@ -249,3 +253,57 @@ async def test_a_mutation_that_changes_nothing_writes_nothing(tmp_path: Path) ->
         await catalogue.mutate(remover(inode_key(99 * FID_STEP)))
         assert (catalogue._path.stat().st_size, catalogue.view.revision) == (size, revision)
         assert catalogue._path.stat().st_mode & 0o777 == 0o600
+
+
+async def test_mending_leaves_out_what_is_damaged_and_keeps_all_else(tmp_path: Path) -> None:
+    with opened(tmp_path) as catalogue:
+        for number in range(60):
+            await catalogue.mutate(namer(ROOT_FID, b"%d" % number, (number + 2) * FID_STEP))
+            if number == 30:
+                await catalogue.compact()
+        names = set(catalogue.view.children(ROOT_FID))
+    path = tmp_path / JOURNAL_NAME
+    data = path.read_bytes()
+    starts = [at for at, _ in whole_frames(data)]
+    for at in range(HEADER_BYTES, len(data), 3):
+        spoilt = bytearray(data)
+        spoilt[at] ^= 0x10
+        path.write_bytes(spoilt)
+        assert mend(tmp_path) == (len(starts) - 1, 1)
+        assert (tmp_path / "catalogue.journal.damaged").read_bytes() == spoilt
+        with opened(tmp_path) as catalogue:
+            left = set(catalogue.view.children(ROOT_FID))
+            assert left <= names
+            assert len(names) - len(left) == (1 if at >= starts[2] else 31 if at < starts[1] else 0), at
+            await catalogue.mutate(adder(FID))  # it goes on
+        with opened(tmp_path) as catalogue:
+            assert size_of(catalogue, FID) == 1
+
+
+async def test_mending_a_whole_journal_changes_nothing_and_one_in_use_is_left_alone(tmp_path: Path) -> None:
+    with opened(tmp_path) as catalogue:
+        for _ in range(5):
+            await catalogue.mutate(adder(FID))
+        with pytest.raises(UsageError, match="uses"):
+            mend(tmp_path)
+        before = state(catalogue.view)
+    assert mend(tmp_path) == (5, 0)
+    with opened(tmp_path) as catalogue:
+        assert state(catalogue.view) == before
+    with pytest.raises(UsageError, match="there is no"):
+        mend(tmp_path / "elsewhere")
+
+
+def of_version(version: int) -> bytes:
+    head = struct.pack("<8sI", MAGIC, version)
+    return head + struct.pack("<I", crc32c.crc32c(head))
+
+
+async def test_a_journal_of_a_newer_version_is_not_touched_and_says_which_to_use(tmp_path: Path) -> None:
+    path = tmp_path / JOURNAL_NAME
+    path.write_bytes(of_version(VERSION + 1) + b"something new")
+    with pytest.raises(CorruptError, match=rf"newer CacheX FS \(format version {VERSION + 1}.*Mount with that version"):
+        BuiltinCatalogue(tmp_path)
+    with pytest.raises(UsageError, match="newer CacheX FS, not damaged"):
+        mend(tmp_path)
+    assert path.read_bytes() == of_version(VERSION + 1) + b"something new"

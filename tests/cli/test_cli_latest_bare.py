@@ -73,7 +73,7 @@ def test_no_is_certain_only_when_all_was_read(run_dir: Path, run: Run, monkeypat
     real = os.scandir
 
     def broken(path: bytes) -> object:
-        if path.endswith(b"step-5/"):
+        if path.rstrip(b"/").endswith(b"step-5"):
             raise OSError(errno.EIO, "Input/output error")
         return real(path)
 
@@ -105,14 +105,14 @@ def test_a_dead_mount_is_no_no(run_dir: Path, run: Run, kernel: Path) -> None:
 
 
 def test_a_directory_that_hangs_is_no_no(run_dir: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = os.listdir
+    real = os.scandir
 
     def hang(path: str | bytes) -> object:
-        if os.fsdecode(path) == str(run_dir):
+        if os.fsdecode(path).rstrip("/") == str(run_dir):
             time.sleep(3600)
         return real(path)
 
-    monkeypatch.setattr(bare.os, "listdir", hang)
+    monkeypatch.setattr(bare.os, "scandir", hang)
     monkeypatch.setattr(latest, "BARE_TIMEOUT_S", 0.3)
     ran = run("latest", run_dir)
     assert ran.code == 4

@@ -25,6 +25,7 @@ from cachexfs.core.formats.dcp import Dcp
 from cachexfs.core.formats.deepspeed import DeepSpeed
 from cachexfs.core.formats.huggingface import Accelerate, HfIndex, HfTrainer
 from cachexfs.core.formats.megatron import Megatron
+from cachexfs.core.formats.outline import may_be_checkpoint, unknown_files
 from cachexfs.core.formats.single import LightningSharded, SingleFile
 
 __all__ = [
@@ -35,12 +36,15 @@ __all__ = [
     "Members",
     "Missing",
     "combine",
+    "commit_names",
     "describe",
     "describe_file",
     "evaluate",
+    "may_be_checkpoint",
     "member_name",
     "prefixed",
     "recognise",
+    "unknown_files",
 ]
 
 _POINTER_BYTES = 8192
@@ -66,6 +70,11 @@ def recognise(names: Collection[bytes]) -> list[tuple[Format, bytes]]:
     """
     listing = frozenset(names)
     return [(known, commit) for known in FORMATS for commit in known.recognises(listing)]
+
+
+def commit_names(names: Collection[bytes]) -> list[bytes]:
+    """Commit files (pointers included) in a directory whose listing is ``names``."""
+    return [commit for _, commit in recognise(names)]
 
 
 class Below:

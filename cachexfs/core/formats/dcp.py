@@ -19,6 +19,7 @@ from cachexfs.core.formats.wholeness import probe_shard
 
 COMMIT = b".metadata"
 _RANK_COMMIT = re.compile(rb"__(0|[1-9][0-9]{0,5})\.metadata")
+_RANK_SHARD = re.compile(rb"__(0|[1-9][0-9]{0,5})_[0-9]+\.distcp")
 
 _METADATA = "Metadata"
 _INFO = "_StorageInfo"
@@ -191,14 +192,15 @@ class Dcp:
 
     def members(self, commit: bytes, data: bytes, names: Collection[bytes], files: Files | None = None) -> Members:
         """Files and sizes that ``commit`` names. The lowest rank's ``__R.metadata`` also asks for those of
-        all ranks up to the largest seen; how many ranks saved is written nowhere."""
+        all ranks up to the largest seen, be it by a shard; how many ranks saved is written nowhere."""
         needs, exact, problem = _needs(_extents(data, Limits()), files)
         needs.pop(commit, None)
         if commit == COMMIT:
             return Members(commit, needs, exact, "", problem)
         ranks = {int(found[1]) for name in names if (found := _RANK_COMMIT.fullmatch(name))}
         if ranks and commit == b"__%d.metadata" % min(ranks):
-            for rank in range(max(ranks) + 1):
+            shards = {int(found[1]) for name in names if (found := _RANK_SHARD.fullmatch(name))}
+            for rank in range(max(ranks | shards) + 1):
                 if (name := b"__%d.metadata" % rank) != commit:
                     needs.setdefault(name, 1)
                     exact = False

@@ -1,0 +1,149 @@
+"""The control requests ``explain`` and ``latest``: what holds a path back, and which checkpoint is the newest.
+
+Role: part of the control server: turns what the engine knows into words, each with what would mend it.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from cachexfs.core import formats
+from cachexfs.core.boundary import Boundary
+from cachexfs.core.commitfiles import step_of
+from cachexfs.core.formats import may_be_checkpoint
+from cachexfs.core.records import Inode, Op, OpKind
+from cachexfs.engine.completeness import Checkpoint, Completeness, Piece
+from cachexfs.engine.filesystem import Parts
+
+Answer = dict[str, Any]
+
+PIECES_MAX = 1000
+GOES_ON = "nothing: it goes on by itself"
+KINDS = {"f": "file", "d": "directory", "l": "symbolic link"}
+
+
+def reason_of(parts: Parts, key: bytes, op: Op) -> str:
+    """Why a change of the PFS has not landed: ``put: No space left on device; next try in 2 s``."""
+    return f"{op.kind}: " + parts.drainer.reason(key).removeprefix(f"drain: {op.kind}: ")
+
+
+def words_of(piece: Piece) -> str:
+    """``NAME (NODE): REASON``; without the node where it is not known."""
+    return f"{os.fsdecode(piece.name)}{f' ({piece.node})' if piece.node else ''}: {piece.reason}"
+
+
+def explain(
+    parts: Parts, completeness: Completeness, path: str, fid: int, inode: Inode, checkpoint: Checkpoint | None,
+    attributes: dict[str, str],
+) -> Answer:  # fmt: skip
+    """The answer about one file or directory."""
+    base = parts.reader.path(fid) or b""
+    pieces = [_member(piece) for piece in (checkpoint.missing if checkpoint is not None else ())]
+    pieces += _pending(parts, base)
+    records = [(base, fid, inode)] if inode.kind == "f" else list(completeness.walk(fid))
+    shown = {piece["path"] for piece in pieces if piece["boundary"] == "pfs"}
+    prefix = base + b"/" if base and inode.kind == "d" else b""
+    for name, child, record in records:
+        where = os.fsdecode(name if inode.kind == "f" else prefix + name)
+        if parts.node.replica_count and parts.node.boundary(child, record) in (Boundary.RETURNED, Boundary.LOST):
+            pieces.append(_unreplicated(parts, where, record))
+        if record.error and where not in shown and record.kind == "f" and not parts.node.on_pfs(child, record):
+            pieces.append(_piece(where, record.origin, "pfs", record.error, _mend(record.error)))
+    stage, restartable = attributes.get("stage", "pfs"), attributes.get("restartable")
+    kind = "checkpoint" if checkpoint is not None else KINDS.get(inode.kind, "special file")
+    return {
+        "path": path, "kind": kind, "stage": stage, "restartable": restartable, "pieces": pieces[:PIECES_MAX],
+        "summary": _summary(len(pieces), stage),
+    }  # fmt: skip
+
+
+def _summary(count: int, stage: str) -> str:
+    if count:
+        return f"{count} things hold it back" if count > 1 else ""
+    return "nothing holds it back" if stage == "pfs" else "it is on its way"
+
+
+def _piece(path: str, node: str, boundary: str, reason: str, fix: str) -> Answer:
+    return {"path": path, "node": node, "boundary": boundary, "reason": reason, "fix": fix}
+
+
+def _member(piece: Piece) -> Answer:
+    return _piece(os.fsdecode(piece.name), piece.node, "restartable", piece.reason, fix_of(piece))
+
+
+def fix_of(piece: Piece) -> str:
+    """What would make a member of a checkpoint whole."""
+    reason = piece.reason
+    if "cannot be read now" in reason:
+        return "wait: it is tried again"
+    if "the limit" in reason:
+        return "docs/formats.md says what may be read; the files themselves are not affected"
+    if "cannot be read" in reason:
+        return "save the checkpoint again, or see docs/formats.md if a class in it is your own"
+    if "being written" in reason or "not saved yet" in reason:
+        return f"wait for the writer{f' on {piece.node}' if piece.node else ''}; if it has died, save again"
+    if "no live copy" in reason:
+        return "bring the node or the PFS that has it back; else save the checkpoint again"
+    return "if its save has ended, save the checkpoint again or remove it"
+
+
+def _mend(error: str) -> str:
+    if "taken off the PFS" in error:
+        return "save the checkpoint again or remove it; 'cachexfs umount' names it until then"
+    return "mend what the error says; it is tried again"
+
+
+def _pending(parts: Parts, base: bytes) -> list[Answer]:
+    """Pending changes of the PFS at or below a path."""
+    found = []
+    for key, op, _ in parts.node.catalogue.view.ops():
+        if op.kind == OpKind.DIRATTR or not (op.path == base or not base or op.path.startswith(base + b"/")):
+            continue
+        reason = reason_of(parts, key, op)
+        fix = "mend what the error says; it is tried again" if "next try" in reason else GOES_ON
+        found.append(_piece(os.fsdecode(op.path), op.owner, "pfs", reason, fix))
+    return found
+
+
+def _unreplicated(parts: Parts, where: str, record: Inode) -> Answer:
+    alone = not parts.node.partners()
+    reason = record.error or ("no live partner" if alone else "its replica is under way")
+    fix = "bring a partner back: 'cachexfs status' names the lost nodes" if alone else GOES_ON
+    return _piece(where, record.origin, "partner", reason, fix)
+
+
+def latest(completeness: Completeness, fid: int, found: list[Checkpoint], at: Boundary, below: int | None) -> Answer:
+    """The newest checkpoint of ``found`` that is restartable at ``at``; without one, whether that is certain."""
+    unreadable = ""
+    for checkpoint in sorted(found, key=_newest, reverse=True):
+        step = step_of(_last(checkpoint))
+        if below is not None and (step is None or step >= below):
+            continue
+        if checkpoint.restartable is not None and checkpoint.restartable >= at:
+            return {"done": True, "path": os.fsdecode(checkpoint.path), "certain": not unreadable, "reason": unreadable}
+        cannot = [p for p in checkpoint.missing if "cannot be read" in p.reason]
+        if cannot:
+            unreadable = f"{os.fsdecode(checkpoint.path)}: {cannot[0].reason}"
+    if not found:
+        strange = [path for path, _, inode in completeness.walk(fid) if inode.size and may_be_checkpoint(path)]
+        unreadable = formats.unknown_files(strange)
+    return {"done": True, "path": None, "certain": not unreadable, "reason": unreadable or _why(found, at, below)}
+
+
+def _why(found: list[Checkpoint], at: Boundary, below: int | None) -> str:
+    what = "no checkpoint there can be restarted from" + (f" below step {below}" if below is not None else "")
+    counted = [c for c in found if below is None or ((step := step_of(_last(c))) is not None and step < below)]
+    lacking = [f"{os.fsdecode(c.path)}: {words_of(c.missing[0])}" for c in counted if c.missing]
+    if lacking:
+        return f"{what} ({lacking[-1]})"
+    return f"{what} at '{at.label}' or better: see 'cachexfs status'" if counted and at > Boundary.RETURNED else what
+
+
+def _last(checkpoint: Checkpoint) -> str:
+    return os.fsdecode(checkpoint.path).rpartition("/")[2]
+
+
+def _newest(checkpoint: Checkpoint) -> tuple[int, float, bytes]:
+    step = step_of(_last(checkpoint))
+    return (-1 if step is None else step, checkpoint.first_s, checkpoint.path)
