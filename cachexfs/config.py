@@ -12,6 +12,8 @@ from collections.abc import Mapping
 
 import msgspec
 
+#: What root registers its mounts in, and below, those that it makes for users.
+RUNTIME_DIR_ROOT = "/run/cachexfs"
 #: In a node's NVMe directory: the identity of the PFS directory that it has mounted.
 PFS_ID = "pfs-id"
 
@@ -58,6 +60,8 @@ class MountOptions(msgspec.Struct, frozen=True, kw_only=True):
     log_file: str | None = None
     log_level: str = "info"
     runtime_dir: str = ""
+    uid: int | None = None  # of the daemon, where root mounts for another user
+    gid: int | None = None
 
     @property
     def nvme_directory(self) -> str | None:
@@ -87,7 +91,7 @@ def default_runtime_dir(environ: Mapping[str, str] = os.environ) -> str:
     if environ.get("CACHEXFS_RUNTIME_DIR"):
         return os.path.abspath(environ["CACHEXFS_RUNTIME_DIR"])
     if os.geteuid() == 0:
-        return "/run/cachexfs"
+        return RUNTIME_DIR_ROOT
     if environ.get("XDG_RUNTIME_DIR"):
         return os.path.join(environ["XDG_RUNTIME_DIR"], "cachexfs")
     return f"/tmp/cachexfs-{os.geteuid()}"

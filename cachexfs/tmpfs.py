@@ -21,6 +21,8 @@ def staging_directory(options: MountOptions) -> str:
     """The staging directory of a mount."""
     if options.staging is not None:
         return options.staging
+    if options.uid is not None:
+        return f"{config.RUNTIME_DIR_ROOT}/staging/{config.mount_id(options.mountpoint, options.node)}"
     name = config.mount_id(options.mountpoint, options.node)
     if os.geteuid() == 0:
         return f"{options.runtime_dir or config.default_runtime_dir()}/staging/{name}"
@@ -34,15 +36,32 @@ def prepare(options: MountOptions) -> str:
     does not allow the mount, the directory is used as it is. Raises ``OSError``.
     """
     directory = staging_directory(options)
-    os.makedirs(directory, mode=0o700, exist_ok=True)
+    if options.uid is None:
+        os.makedirs(directory, mode=0o700, exist_ok=True)
+    elif os.geteuid() == 0:
+        _make_for(options, directory)
     if options.staging is not None or os.geteuid() != 0 or os.path.ismount(directory):
         return directory
+    owner = "" if options.uid is None else f",uid={options.uid},gid={options.gid}"
     size = options.memory + options.memory // 16 + HEADROOM_BYTES
     for huge in (",huge=within_size", ""):
-        command = ["mount", "-t", "tmpfs", "-o", f"size={size},mode=0700{huge}", "cachexfs-staging", directory]
+        command = ["mount", "-t", "tmpfs", "-o", f"size={size},mode=0700{owner}{huge}", "cachexfs-staging", directory]
         if subprocess.run(command, capture_output=True, check=False).returncode == 0:
             break
     return directory
+
+
+def _make_for(options: MountOptions, directory: str) -> None:
+    """Root's directory for the staging of a user: nobody else can put another in its place."""
+    if options.staging is None:
+        os.makedirs(os.path.dirname(directory), mode=0o755, exist_ok=True)
+        os.makedirs(directory, mode=0o700, exist_ok=True)
+        if not os.path.ismount(directory):
+            os.chown(directory, options.uid or 0, options.gid or 0, follow_symlinks=False)
+        elif os.stat(directory).st_uid != options.uid:
+            raise OSError(
+                errno.EEXIST, f"{directory} is the staging of another user's mount that did not end: umount it"
+            )
 
 
 def is_in_use(options: MountOptions) -> bool:
@@ -60,5 +79,5 @@ def release(options: MountOptions) -> None:
     try:
         os.rmdir(directory)
     except OSError as error:
-        if error.errno not in (errno.ENOTEMPTY, errno.EBUSY, errno.ENOENT):
+        if error.errno not in (errno.ENOTEMPTY, errno.EBUSY, errno.ENOENT, errno.EACCES, errno.EPERM):
             raise

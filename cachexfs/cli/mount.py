@@ -18,12 +18,14 @@ import msgspec
 
 from cachexfs import tmpfs
 from cachexfs.cli import mounts
+from cachexfs.cli.identity import acting_as, environment_for, give_directory, user_of
 from cachexfs.cli.mount_checks import check_address, check_directories, check_machine, clear_mountpoint, detach
 from cachexfs.cli.options import OPTIONS, load_options
 from cachexfs.cli.output import write_error, write_json
 from cachexfs.config import MountOptions, mount_id
 from cachexfs.errors import EXIT_DONE, CacheXError, CannotTellError, UsageError
 from cachexfs.mountpoint import protect, unprotect
+from cachexfs.supervisor.mount import changeable_by_others
 
 READY_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 5.0
@@ -75,11 +77,16 @@ def command(
         name = mount_id(options.mountpoint, options.node) + ".log"
         options = msgspec.structs.replace(options, log_file=os.path.join(options.runtime_dir, name))
     check_machine(options)
-    clear_mountpoint(options.mountpoint, options.runtime_dir, change=not check)
-    check_directories(options, change=not check)
+    user = user_of(options)
+    if user is not None and not check:
+        _give(options, user)
+    clear_mountpoint(options.mountpoint, options.runtime_dir, change=not check, user=user)
+    with acting_as(user):
+        check_directories(options, change=not check)
+        others = mounts.registry(options.runtime_dir)
     if not check:
         check_address(options)
-    for entry in mounts.registry(options.runtime_dir):
+    for entry in others:
         if entry.pfs == options.pfs and entry.job != options.job and mounts.is_alive(entry.pid):
             write_error(
                 f"warning: {options.pfs} is mounted at {entry.mountpoint} too, by another job: the two mounts do not "
@@ -90,16 +97,33 @@ def command(
     return _start(options, foreground, timeout_s, as_json)
 
 
+def _give(options: MountOptions, user: tuple[int, int]) -> None:
+    """What only root can make for the user for whom it mounts. Raises ``UsageError``."""
+    if where := changeable_by_others(options.mountpoint):
+        raise UsageError(
+            f"user=: others than root can change {where}, on the way to the mount point {options.mountpoint}, and "
+            "could lead root's mount elsewhere: use a directory of root's, or mount as that user"
+        )
+    give_directory(options.runtime_dir, user, "runtime directory")
+    if options.nvme_directory is not None and options.nvme is not None and os.stat(options.nvme).st_uid != user[0]:
+        give_directory(os.path.dirname(options.nvme_directory), user, "job's NVMe directory")
+    with acting_as(user):
+        if not os.access(sys.executable, os.X_OK, effective_ids=True):
+            raise UsageError(f"user=: that user cannot run {sys.executable}: install CacheX FS where all can read it")
+
+
 def _start(options: MountOptions, foreground: bool, timeout_s: float, as_json: bool) -> int:
     try:
         text = msgspec.json.encode(options)
     except UnicodeEncodeError:
         raise UsageError("paths given to mount must be UTF-8") from None
     reader, writer = os.pipe()
+    user = user_of(options)
     log_fd = None
     if options.log_file is not None:
         try:
-            log_fd = os.open(options.log_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+            with acting_as(user):
+                log_fd = os.open(options.log_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
         except OSError as error:
             raise UsageError(f"cannot write the log '{options.log_file}': {error.strerror}") from None
     answer_path = None
@@ -112,14 +136,17 @@ def _start(options: MountOptions, foreground: bool, timeout_s: float, as_json: b
     if options.supervisor == "off":
         command += ["--ready-fd", str(writer)]
     else:
-        command, answer_path = _supervised(options, command, text, staging, writer)
-    protect(options.mountpoint)
+        with acting_as(user):
+            command, answer_path = _supervised(options, command, text, staging, writer)
+    if user is None:  # else root's directory refuses the user's writes
+        protect(options.mountpoint)
     daemon = subprocess.Popen(
         command,
         stdin=subprocess.PIPE,
         stdout=log_fd,
         stderr=log_fd,
         pass_fds=[writer],
+        env=None if user is None else environment_for(user),
         cwd="/",
         start_new_session=not foreground,
     )
@@ -128,7 +155,9 @@ def _start(options: MountOptions, foreground: bool, timeout_s: float, as_json: b
         os.close(log_fd)
     try:
         _await_ready(daemon, text, reader, timeout_s, options, answer_path)
-        entry = next((e for e in mounts.registry(options.runtime_dir) if e.mountpoint == options.mountpoint), None)
+        with acting_as(user):
+            known = mounts.registry(options.runtime_dir)
+        entry = next((e for e in known if e.mountpoint == options.mountpoint), None)
         if as_json:
             write_json(
                 {
@@ -174,6 +203,8 @@ def _supervised(
         "--request-timeout", str(max(REQUEST_TIMEOUT_S_MIN, options.full_timeout_s, options.fsync_timeout_s) * 2),
         "--status-socket", base + ".supervisor", "--ready-fd", str(ready_fd), "--standby",
         *(["--allow-other"] if options.allow_other else []),
+        *(["--user", f"{options.uid}:{options.gid}"] if options.uid is not None else []),
+        *(["--release", staging] if options.uid is not None and options.staging is None else []),
         "--", *daemon, "--options", base + ".options", "--answer", answer,
     ]  # fmt: skip
     return command, answer
@@ -206,14 +237,15 @@ def _await_ready(
         data += part
     if answer_path is not None:
         try:
-            with open(answer_path, "rb") as file:
-                data = file.read()
+            with acting_as(user_of(options)):
+                data = mounts.read_small(answer_path)
         except OSError:
             data = b""
     try:
         answer = msgspec.json.decode(data, type=Ready)
     except ValueError:
-        said = _last_line(options.log_file)
+        with acting_as(user_of(options)):
+            said = _last_line(options.log_file)
         raise CannotTellError(f"the daemon ended before it mounted{': ' + said if said else ''}{log}") from None
     if not answer.ok:
         error = CacheXError(answer.error)
@@ -225,9 +257,9 @@ def _last_line(path: str | None) -> str:
     if path is None:
         return ""
     try:
-        with open(path, "rb") as file:
+        with open(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb") as file:
             file.seek(max(os.fstat(file.fileno()).st_size - 4096, 0))
-            lines = [line.strip() for line in file.read().decode(errors="replace").splitlines()]
+            lines = [line.strip() for line in file.read(8192).decode(errors="replace").splitlines()]
     except OSError:
         return ""
     return next((line for line in reversed(lines) if line), "")

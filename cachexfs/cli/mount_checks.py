@@ -16,6 +16,7 @@ from contextlib import suppress
 
 from cachexfs.cli import client, mounts
 from cachexfs.cli.child import run_in_child
+from cachexfs.cli.identity import acting_as
 from cachexfs.cli.protocol import Pong
 from cachexfs.config import MountOptions
 from cachexfs.errors import CannotTellError, UsageError
@@ -74,7 +75,7 @@ def _fuse_conf_allows_other() -> bool:
         return False
 
 
-def clear_mountpoint(mountpoint: str, runtime_dir: str, change: bool) -> None:
+def clear_mountpoint(mountpoint: str, runtime_dir: str, change: bool, user: tuple[int, int] | None = None) -> None:
     """Make sure that the mount point is an empty directory; take a dead mount of ours away (not without ``change``).
 
     The directory is not touched before it is known that no live daemon of ours answers for it. Raises ``UsageError``,
@@ -84,14 +85,15 @@ def clear_mountpoint(mountpoint: str, runtime_dir: str, change: bool) -> None:
     if mount is not None and not change:
         return
     if mount is not None:
-        entry = mounts.entry_of(mount, mounts.registry(runtime_dir))
+        with acting_as(user):
+            entry = mounts.entry_of(mount, mounts.registry(runtime_dir))
         if entry is not None:
             with suppress(client.DeadDaemonError):
                 client.ask(entry, {"op": "ping"}, Pong)
                 raise UsageError(
                     f"{mountpoint} is mounted already (pid {entry.pid}): 'cachexfs umount {mountpoint}' first"
                 )
-        elif not _answers_enotconn(mountpoint):
+        elif not _answers_enotconn(mountpoint, user):
             raise UsageError(f"{mountpoint} is mounted already, by a daemon that is not in {runtime_dir}")
         detach(mountpoint)
     try:
@@ -108,9 +110,10 @@ def clear_mountpoint(mountpoint: str, runtime_dir: str, change: bool) -> None:
         )
 
 
-def _answers_enotconn(mountpoint: str) -> bool:
+def _answers_enotconn(mountpoint: str, user: tuple[int, int] | None) -> bool:
     def probe() -> bool:
-        os.statvfs(mountpoint)
+        with acting_as(user):  # a mount of theirs does not answer root
+            os.statvfs(mountpoint)
         return False
 
     try:
@@ -119,8 +122,8 @@ def _answers_enotconn(mountpoint: str) -> bool:
         raise CannotTellError(
             f"the mount at {mountpoint} does not answer and no daemon of it is known: 'umount -l {mountpoint}'"
         ) from None
-    except OSError:
-        return True
+    except OSError as error:
+        return error.errno in (errno.ENOTCONN, errno.ECONNABORTED)
 
 
 def detach(mountpoint: str) -> None:
@@ -146,7 +149,7 @@ def check_directories(options: MountOptions, change: bool) -> None:
     if not options.offline and not _adopts(options):
         _check_pfs(options.pfs)
     for key, path in (("nvme", options.nvme), ("staging", options.staging)):
-        if path is None:
+        if path is None or (key == "nvme" and options.uid is not None and _is_given(options)):
             continue
         for other in (options.pfs, options.mountpoint):
             if path == other or path.startswith(other.rstrip("/") + "/"):
@@ -159,6 +162,12 @@ def check_directories(options: MountOptions, change: bool) -> None:
         make_runtime_dir(options.runtime_dir)
 
 
+def _is_given(options: MountOptions) -> bool:
+    """Whether this job's part of the NVMe directory is there, in root's directory."""
+    directory = options.nvme_directory
+    return directory is not None and os.path.isdir(os.path.dirname(directory))
+
+
 def _adopts(options: MountOptions) -> bool:
     """Whether staging holds what a dead mount left: that is adopted, whatever state the PFS is in."""
     return is_in_use(options)
@@ -166,7 +175,8 @@ def _adopts(options: MountOptions) -> bool:
 
 def _check_pfs(path: str) -> None:
     def probe() -> tuple[bool, bool]:
-        return stat.S_ISDIR(os.stat(path).st_mode), os.access(path, os.R_OK | os.W_OK | os.X_OK)
+        # By the effective identity: root may be acting as the user for whom it mounts.
+        return stat.S_ISDIR(os.stat(path).st_mode), os.access(path, os.R_OK | os.W_OK | os.X_OK, effective_ids=True)
 
     try:
         is_directory, is_usable = run_in_child(probe, PFS_TIMEOUT_S)
@@ -193,7 +203,7 @@ def _check_local(key: str, path: str, missing_is_well: bool) -> None:
         raise UsageError(f"{key}={path} does not exist, nor the directory that it would be in: mkdir -p {path}")
     if not os.path.isdir(path):
         raise UsageError(f"{key}={path} is not a directory")
-    if not os.access(path, os.R_OK | os.W_OK | os.X_OK):
+    if not os.access(path, os.R_OK | os.W_OK | os.X_OK, effective_ids=True):
         raise UsageError(f"no permission to write into {key}={path}")
 
 

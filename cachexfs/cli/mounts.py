@@ -6,21 +6,24 @@ hang the reader. The daemon writes the registry. No concurrency.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
+import stat
 from contextlib import suppress
 from dataclasses import dataclass
 
 import msgspec
 
-from cachexfs.config import default_runtime_dir
+from cachexfs.config import RUNTIME_DIR_ROOT, default_runtime_dir
 from cachexfs.errors import CannotTellError
 
 FUSE_TYPE = "fuse.cachex"
 MOUNTINFO = "/proc/self/mountinfo"
 _ESCAPE = re.compile(rb"\\([0-7]{3})")
 SYMLINKS_MAX = 40
+SMALL_BYTES_MAX = 1 << 20
 
 
 class Entry(msgspec.Struct, frozen=True):
@@ -35,6 +38,7 @@ class Entry(msgspec.Struct, frozen=True):
     socket: str
     log: str
     started_s: float = 0.0
+    owner: int = 0  # of the directory that it was found in, whatever the file says
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +48,7 @@ class KernelMount:
     mountpoint: str
     device: str
     source: str
+    owner: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +77,10 @@ def parse_mountinfo(data: bytes) -> tuple[list[KernelMount], set[str]]:
         points.add(mountpoint)
         ours.pop(mountpoint, None)
         if os.fsdecode(rest[0]).startswith(FUSE_TYPE):
-            ours[mountpoint] = KernelMount(mountpoint, fields[2].decode(), _unescape(rest[1]))
+            owner = re.search(rb"\buser_id=(\d+)", rest[2]) if len(rest) > 2 else None
+            ours[mountpoint] = KernelMount(
+                mountpoint, fields[2].decode(), _unescape(rest[1]), int(owner.group(1)) if owner else 0
+            )
     return list(ours.values()), points
 
 
@@ -91,7 +99,23 @@ def runtime_dirs() -> list[str]:
     own = default_runtime_dir()
     if os.environ.get("CACHEXFS_RUNTIME_DIR"):
         return [own]
-    return list(dict.fromkeys([own, f"/tmp/cachexfs-{os.geteuid()}", "/run/cachexfs"]))
+    uid = os.geteuid()
+    places = [own, f"/tmp/cachexfs-{uid}", RUNTIME_DIR_ROOT, f"{RUNTIME_DIR_ROOT}/{uid}"]
+    if uid == 0:  # what root has mounted for others
+        with suppress(OSError):
+            places += [os.path.join(RUNTIME_DIR_ROOT, name) for name in os.listdir(RUNTIME_DIR_ROOT) if name.isdigit()]
+    return list(dict.fromkeys(places))
+
+
+def read_small(path: str) -> bytes:
+    """A small regular file, which its writer could have made anything else. Raises ``OSError``."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW)
+    try:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise OSError(errno.EINVAL, "not a regular file")
+        return os.read(fd, SMALL_BYTES_MAX)
+    finally:
+        os.close(fd)
 
 
 def registry(runtime_dir: str | None = None) -> list[Entry]:
@@ -99,15 +123,20 @@ def registry(runtime_dir: str | None = None) -> list[Entry]:
     entries: list[Entry] = []
     for directory in [runtime_dir] if runtime_dir else runtime_dirs():
         try:
-            # Anybody can make a directory in /tmp: what others wrote is not believed.
-            if os.stat(directory).st_uid not in (0, os.geteuid()):
+            # Anybody can make a directory in /tmp: what others wrote is not believed. Where root looks on purpose it
+            # believes them, but of their own mounts only (see ``entry_of``).
+            owner = os.stat(directory).st_uid
+            is_meant = os.geteuid() == 0 and not directory.startswith("/tmp/cachexfs-")
+            if owner not in (0, os.geteuid()) and not is_meant:
                 continue
             names = [name for name in os.listdir(directory) if name.endswith(".json")]
         except OSError:
             continue
         for name in names:
-            with suppress(OSError, ValueError), open(os.path.join(directory, name), "rb") as file:
-                entries.append(msgspec.convert(json.load(file), Entry))
+            with suppress(OSError, ValueError):
+                found = msgspec.convert(json.loads(read_small(os.path.join(directory, name))), Entry)
+                if owner in (0, os.geteuid()) or os.path.dirname(found.socket) == directory:
+                    entries.append(msgspec.structs.replace(found, owner=owner))
     return sorted(entries, key=lambda entry: entry.started_s, reverse=True)
 
 
@@ -122,7 +151,7 @@ def is_alive(pid: int) -> bool:
 
 def entry_of(mount: KernelMount, entries: list[Entry]) -> Entry | None:
     """The registered daemon of a mount: the same device, since other namespaces may have the same mount point."""
-    return next((entry for entry in entries if entry.device == mount.device), None)
+    return next((e for e in entries if e.device == mount.device and e.owner in (0, os.geteuid(), mount.owner)), None)
 
 
 def _below(path: str, mountpoint: str) -> bool:

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 import msgspec
 
+from cachexfs.cli.identity import default_runtime_dir_for, resolve_user
 from cachexfs.cli.machine import is_local, listen_host, memory_limit_bytes
 from cachexfs.config import MountOptions, NodeAddress, default_runtime_dir
 from cachexfs.core import hostlist, sizes
@@ -194,6 +195,7 @@ OPTIONS: dict[str, Option] = {
     "hide_xattrs": Option("hide_xattrs", _flag, "on"),
     "passthrough": Option("passthrough", _one_of("auto", "on", "off"), "on"),
     "supervisor": Option("supervisor", _one_of("auto", "on", "off"), "on"),
+    "user": Option("user", str),
     "allow_other": Option("allow_other", _flag, "on"),
     "log_file": Option("log_file", _path),
     "log_level": Option("log_level", _one_of("debug", "info", "warning", "error")),
@@ -216,7 +218,7 @@ def split_words(text: str) -> list[tuple[str, Value]]:
             raise UsageError(
                 "a read-only mount is not supported: leave 'ro' out (read the PFS directory itself instead)"
             )
-        if key in MOUNT_WORDS or key.startswith(("x-", "X-", "comment")):
+        if (key in MOUNT_WORDS and not (key == "user" and equals)) or key.startswith(("x-", "X-", "comment")):
             continue
         found.append((key, value if equals else True))
     return found
@@ -316,6 +318,10 @@ def _resolve(values: dict[str, object], pfs: str, mountpoint: str, environ: Mapp
         host = host or listen_host(own, addresses)
         port = port or own.port
     values.setdefault("fsync", "partner" if len(addresses) > 1 else "pfs")
+    user = resolve_user(str(values.pop("user", "")))
+    values |= {"uid": user[0] if user else None, "gid": user[1] if user else None}
+    if user is not None and not environ.get("CACHEXFS_RUNTIME_DIR"):
+        values.setdefault("runtime_dir", default_runtime_dir_for(user))
     values["runtime_dir"] = values.get("runtime_dir") or default_runtime_dir(environ)
     values |= {"pfs": pfs, "mountpoint": mountpoint, "nodes": addresses, "node": node, "job": job}
     values |= {"listen_host": host, "listen_port": port}
@@ -329,6 +335,8 @@ def _check_together(options: MountOptions) -> None:
         raise UsageError(f"the mount point '{options.mountpoint}' lies in the PFS directory: choose another")
     if options.pfs.startswith(options.mountpoint.rstrip("/") + "/"):
         raise UsageError(f"the PFS directory lies below the mount point '{options.mountpoint}': choose another")
+    if options.uid is not None and options.supervisor == "off":
+        raise UsageError("user= needs the supervisor, which keeps what mounting needs: leave supervisor=off out")
     if options.secret_file is not None:
         check_secret_file(options.secret_file)
     if options.alone:

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 
 from . import child, mount, passthrough, privileges, wire
-from .lifecycle import EXIT_CANNOT_TELL, EXIT_USAGE, Limits
+from .lifecycle import EXIT_CANNOT_TELL, EXIT_DONE, EXIT_USAGE, Limits
 from .plan import Plan, log
 from .run import Supervisor
 
@@ -36,6 +36,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--status-socket", metavar="PATH")
     parser.add_argument("--ready-fd", type=int, help="gets one line: ready, or failed: REASON")
     parser.add_argument("--user", help="become this user, keeping only CAP_SYS_ADMIN; the daemon gets none")
+    parser.add_argument("--release", metavar="DIR", help="after an end in order, unmount this too: the staging tmpfs")
     parser.add_argument(
         "--standby", action="store_true", help="start the next daemon ahead: shorter pauses, one more process"
     )
@@ -77,8 +78,21 @@ def _kib(text: str) -> int:
     return value
 
 
+def _check_paths(*paths: str | None) -> None:
+    """Refuse to mount or unmount for another user where that user can change the way."""
+    for path in paths:
+        if path and (where := mount.changeable_by_others(path)):
+            raise mount.MountError(
+                f"{path}: others than root can change {where}, and could lead root's mount elsewhere; use a directory "
+                "of root's, or mount as that user"
+            )
+
+
 def _spare_from_oom() -> None:
-    """Without the supervisor the mount is dead, so the kernel should kill others first (needs privilege)."""
+    """Without the supervisor the mount is dead, so the kernel should kill others first (needs privilege).
+
+    Not where the daemon is another user's: it inherits the right to the same, and could fill the node's memory.
+    """
     try:
         with open("/proc/self/oom_score_adj", "wb") as score:
             score.write(b"-1000")
@@ -113,6 +127,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         user = privileges.find_user(args.user) if args.user else None
         mountpoint = mount.check_mountpoint(args.mountpoint)
+        if user is not None:
+            _check_paths(mountpoint, args.release)
         devices = _backing_devices(args.backing_dir)
         reason = passthrough.probe(args.passthrough)
         if not reason and not devices:
@@ -128,9 +144,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         log(str(error))
         return EXIT_CANNOT_TELL
     try:
-        _spare_from_oom()
         if user is not None:
             privileges.become(*user)
+        else:
+            _spare_from_oom()
         plan = Plan(
             mountpoint=mountpoint,
             device_fd=fd,
@@ -144,7 +161,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             standby_after_s=max(0.0, args.standby_after) if args.standby else None,
             spin_s=max(0.0, args.spin_us * 1e-6) if len(os.sched_getaffinity(0)) > 1 else 0.0,
         )
-        return Supervisor(plan, os.environ).run()
+        code = Supervisor(plan, os.environ).run()
+        if args.release and code == EXIT_DONE:
+            mount.unmount(args.release, is_lazy=True)
+        return code
     except BaseException:
         mount.unmount(mountpoint, is_lazy=True)
         raise

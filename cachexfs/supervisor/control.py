@@ -17,6 +17,8 @@ from .messages import MESSAGE_BYTES, Call, MalformedError, Message, unpack
 from .passthrough import Backings, RefusedError
 
 _FDS_MAX = 8
+#: Messages that are taken at one time: a daemon that sends without end does not keep the loop from its deadlines.
+_AT_ONCE_MAX = 4096
 _WITH_FD = (Call.REGISTER, Call.OFFER)
 
 
@@ -33,13 +35,15 @@ class Control:
         self.last_refusal = ""
 
     def drain(self, sock: socket.socket) -> bool:
-        """All messages that are there; False when the daemon has closed its end.
+        """All messages that are there (within reason); False when the daemon has closed its end.
 
         The pump calls this before it passes the reply to an open on: an offer was sent before that reply.
         """
-        while (is_there := self.on_readable(sock)) is True:
-            pass
-        return is_there is None
+        for _ in range(_AT_ONCE_MAX):
+            is_there = self.on_readable(sock)
+            if is_there is not True:
+                return is_there is None
+        return True
 
     def on_readable(self, sock: socket.socket) -> bool | None:
         """One message: True. None when there is none now, False when the daemon has closed its end."""

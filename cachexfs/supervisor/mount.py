@@ -58,6 +58,25 @@ def check_mountpoint(path: str) -> str:
     return absolute
 
 
+def changeable_by_others(path: str) -> str:
+    """The directory on the way to ``path`` in which somebody other than root can put something else; "" without one.
+
+    Mounting and unmounting follow a path with root's power: a symlink put in between would lead it elsewhere.
+    ``path`` is absolute; its last component may belong to anybody, for it is what gets covered.
+    """
+    if os.path.realpath(path) != path:
+        return path
+    child = path
+    while (parent := os.path.dirname(child)) != child:
+        info = os.lstat(parent)
+        is_open = info.st_mode & 0o022
+        is_kept = info.st_mode & stat.S_ISVTX and os.lstat(child).st_uid == 0
+        if info.st_uid != 0 or (is_open and not is_kept):
+            return parent
+        child = parent
+    return ""
+
+
 def _is_dead(path: str) -> bool:
     """Whether the last mount on ``path`` is of this program and nobody answers behind it."""
     try:

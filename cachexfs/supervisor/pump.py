@@ -29,6 +29,10 @@ _COPY_BYTES_MAX = 32768
 _BUFFER_BYTES = 2 << 20
 #: Buffers kept for reuse: what one burst of background writes needs.
 _POOL_MAX = 32
+#: What unanswered requests may hold. Our daemon works on 256 at a time; beyond, the kernel keeps them. Bytes.
+PENDING_BYTES_MAX = 640 << 20
+#: Replies that are taken from a dead daemon: more than its socket holds.
+_LAST_REPLIES_MAX = 1 << 16
 _AGAIN = (errno.EAGAIN, errno.EINTR, errno.ENOENT)
 _FILE_OPENS = (wire.OPEN, wire.CREATE, wire.TMPFILE)
 #: The kernel asks for it before every buffered or passed-through write. The mount is nosuid and no daemon keeps
@@ -51,6 +55,10 @@ def _new_buffer() -> mmap.mmap:
     return buffer
 
 
+def _held_bytes(request: bytes | memoryview) -> int:
+    return len(request) if type(request) is bytes else _BUFFER_BYTES
+
+
 class Pump:
     """Moves messages between one device and one daemon at a time."""
 
@@ -61,6 +69,7 @@ class Pump:
         self._peer = -1
         self._is_open_for_requests = False
         self._pending: dict[int, bytes | memoryview] = {}
+        self._pending_bytes = 0
         self._ids: dict[int, int] = {}
         self._next_id = PID_MAX + 1
         self._outgoing: deque[bytes | memoryview] = deque()
@@ -146,6 +155,8 @@ class Pump:
         init = self._session.init_request()
         if init:
             self._init_unique = wire.unique_of(init)
+            if self._init_unique not in self._pending:
+                self._pending_bytes += _held_bytes(init)
             self._pending[self._init_unique] = init
             self._send(init)
         else:
@@ -156,14 +167,16 @@ class Pump:
         """The daemon is dead: take the answers that it had given, then forget its socket."""
         if self._peer < 0:
             return
-        while not self.is_peer_gone and self.on_peer():
-            pass
+        for _ in range(_LAST_REPLIES_MAX):  # a process that it has left behind may go on writing
+            if self.is_peer_gone or not self.on_peer():
+                break
         if not self.is_peer_gone:
             self._epoll.unregister(self._peer)
         self._peer = -1
         self._outgoing.clear()
         self._is_open_for_requests = False
-        self._pending.pop(self._init_unique, None)
+        if (init := self._pending.pop(self._init_unique, None)) is not None:
+            self._let_go(init)
         self._arm()
 
     def replay(self) -> None:
@@ -239,6 +252,9 @@ class Pump:
                 request = bytes(request)
         else:
             self._pending[unique] = request
+            self._pending_bytes += _held_bytes(request)
+            if self._pending_bytes > PENDING_BYTES_MAX:
+                self._arm()
             if opcode == wire.INIT:
                 self._init_unique = unique
                 self._session.remember_init(bytes(request))
@@ -282,7 +298,8 @@ class Pump:
         self._arm()
 
     def _arm(self) -> None:
-        is_reading = self.is_failing or (self._is_open_for_requests and not self._outgoing)
+        has_room = self._pending_bytes <= PENDING_BYTES_MAX
+        is_reading = self.is_failing or (self._is_open_for_requests and not self._outgoing and has_room)
         mask = select.EPOLLIN if is_reading and not self.is_ended else 0
         if mask != self._device_mask and not self.is_ended:
             self._device_mask = mask
@@ -318,6 +335,7 @@ class Pump:
         if request is None:
             self._refuse("a reply to no request")
             return True
+        self._let_go(request)
         if request[4] in WATCHED:
             if unique == self._init_unique:
                 self._init_replied(view[:size], request)
@@ -341,6 +359,12 @@ class Pump:
             self._pool.append(request.obj)  # type: ignore[arg-type]
         return True
 
+    def _let_go(self, request: bytes | memoryview) -> None:
+        was_full = self._pending_bytes > PENDING_BYTES_MAX
+        self._pending_bytes -= _held_bytes(request)
+        if was_full:
+            self._arm()
+
     def _answer(self, reply: wire.Buffer, unique: int) -> None:
         try:
             os.write(self._device, reply)
@@ -362,6 +386,7 @@ class Pump:
                 self._answer(reply, self._init_unique)
         except IncompatibleError as error:
             self._pending[self._init_unique] = request
+            self._pending_bytes += _held_bytes(request)
             self.on_init(str(error))
         else:
             self.on_init("")
@@ -395,6 +420,7 @@ class Pump:
         for unique, request in list(self._pending.items()):
             self._fail(request[4], unique, request)
         self._pending.clear()
+        self._pending_bytes = 0
         self._ids.clear()
         self._arm()
 
@@ -417,6 +443,7 @@ class Pump:
         """Answer one request with EIO: it has been with too many daemons that died."""
         request = self._pending.pop(unique, None)
         if request is not None:
+            self._let_go(request)
             self._ids.pop(unique, None)
             self._fail(request[4], unique, request)
 

@@ -24,6 +24,11 @@ from .passthrough import Backings
 WATCHED = frozenset({wire.INIT, wire.OPEN, wire.CREATE, wire.TMPFILE, wire.OPENDIR, wire.RELEASE, wire.RELEASEDIR})
 
 
+#: Background requests (read-ahead, write-back) that a daemon may ask for; without a wish the kernel takes 12. The
+#: kernel would believe the supervisor, which is privileged, up to 65,535.
+BACKGROUND_MAX = 256
+
+
 class IncompatibleError(Exception):
     """A daemon's INIT answer does not fit the running connection, or is none."""
 
@@ -116,6 +121,8 @@ class Session:
         wire.put_u32(reply, wire.INIT_OUT_FLAGS_OFFSET, patched & 0xFFFFFFFF)
         wire.put_u32(reply, wire.INIT_OUT_FLAGS2_OFFSET, patched >> 32)
         wire.put_u32(reply, wire.INIT_OUT_STACK_DEPTH_OFFSET, 0 if self.no_passthrough else 1)
+        for offset in (wire.INIT_OUT_MAX_BACKGROUND_OFFSET, wire.INIT_OUT_CONGESTION_OFFSET):
+            wire.put_u16(reply, offset, min(wire.u16(reply, offset), BACKGROUND_MAX))
         self._max_write = min(max_write, self._payload_bytes_max)
         wire.put_u32(reply, wire.INIT_OUT_MAX_WRITE_OFFSET, self._max_write)
         if patched & wire.FLAG_MAX_PAGES:

@@ -88,6 +88,8 @@ INIT_IN_FLAGS_OFFSET = 52
 INIT_IN_FLAGS2_OFFSET = 56
 # INIT reply: offsets from the start of the message.
 INIT_OUT_FLAGS_OFFSET = 28
+INIT_OUT_MAX_BACKGROUND_OFFSET = 32
+INIT_OUT_CONGESTION_OFFSET = 34
 INIT_OUT_MAX_WRITE_OFFSET = 36
 INIT_OUT_MAX_PAGES_OFFSET = 44
 INIT_OUT_FLAGS2_OFFSET = 48
@@ -133,6 +135,11 @@ Buffer = bytes | bytearray | memoryview
 def error_reply(unique: int, code: int = errno.EIO) -> bytes:
     """A reply that fails request ``unique`` with errno ``code``."""
     return OUT_HEADER.pack(OUT_HEADER.size, -code, unique)
+
+
+def u16(message: Buffer, offset: int) -> int:
+    """The 16-bit number at ``offset``."""
+    return int(_U16.unpack_from(message, offset)[0])
 
 
 def u32(message: Buffer, offset: int) -> int:

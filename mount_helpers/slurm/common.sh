@@ -2,7 +2,7 @@
 PATH=$PATH:/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin
 CACHEXFS_SLURM_PFS= CACHEXFS_SLURM_MOUNTPOINT=/cachex CACHEXFS_SLURM_NVME= CACHEXFS_SLURM_SITE_KEY=/etc/cachexfs/site.key
 CACHEXFS_SLURM_RUN=/run/cachexfs-slurm CACHEXFS_SLURM_OPTIONS= CACHEXFS_SLURM_MOUNT_TIMEOUT=60 CACHEXFS_SLURM_DRAIN_TIMEOUT=600 CACHEXFS_SLURM_PARTITIONS=
-CACHEXFS_SLURM_KEEP_DAYS=7 CACHEXFS_SLURM_COMMAND=cachexfs
+CACHEXFS_SLURM_KEEP_DAYS=7 CACHEXFS_SLURM_COMMAND=cachexfs CACHEXFS_SLURM_AS_ROOT=yes
 settings=${CACHEXFS_SLURM_CONF:-/etc/cachexfs/slurm.conf}
 
 say() {
@@ -33,6 +33,8 @@ load() {
   run_dir=$CACHEXFS_SLURM_RUN/$job-${node:-alone}
   secret=$run_dir/secret
 }
+
+as_root() { env CACHEXFS_RUNTIME_DIR="$run_dir/runtime" "$@"; }
 
 # as_user COMMAND...: the daemon and what asks it run as the job's user, so that the PFS sees that user and no other.
 as_user() {

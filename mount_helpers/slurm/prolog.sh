@@ -23,8 +23,9 @@ mkdir -p "$mountpoint" "$run_dir/runtime" || exit 1
 if [ "$user" != root ]; then
   chmod 711 "$CACHEXFS_SLURM_RUN" "$run_dir"
   [ -z "$nvme" ] || chmod 711 "$(dirname "$nvme")"
-  # fusermount3 mounts only where the user may write.
-  chown "$user" "$mountpoint" "$run_dir/runtime" "$secret" ${nvme:+"$nvme"} || exit 1
+  chown "$user" "$run_dir/runtime" "$secret" ${nvme:+"$nvme"} || exit 1
+  # fusermount3 mounts only where the user may write; root's mount point refuses the user's writes when it is bare.
+  [ "$CACHEXFS_SLURM_AS_ROOT" = yes ] || chown "$user" "$mountpoint" || exit 1
 fi
 
 set --
@@ -34,8 +35,13 @@ case $nodes in *,* | *\[*) set -- CACHEXFS_NODES="$nodes" CACHEXFS_SECRET="$secr
 options=job=slurm-$job${CACHEXFS_SLURM_OPTIONS:+,$CACHEXFS_SLURM_OPTIONS}
 
 umask 022
+# Root mounts and the daemon is the user's: passthrough (the speed of memory) needs root at the mount.
+mounter=as_user
+if [ "$user" != root ] && [ "$CACHEXFS_SLURM_AS_ROOT" = yes ]; then
+  mounter=as_root options=$options,user=$user
+fi
 # A little more than the command's own limit: nothing here may hold slurmd for ever.
-if as_user "$@" timeout -k 10 $((CACHEXFS_SLURM_MOUNT_TIMEOUT + 20)) "$CACHEXFS_SLURM_COMMAND" mount \
+if $mounter "$@" timeout -k 10 $((CACHEXFS_SLURM_MOUNT_TIMEOUT + 20)) "$CACHEXFS_SLURM_COMMAND" mount \
     --timeout "$CACHEXFS_SLURM_MOUNT_TIMEOUT" -o "$options" -- "$pfs" "$mountpoint" </dev/null; then
   say "mounted $pfs at $mountpoint"
   exit 0
