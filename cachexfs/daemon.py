@@ -66,6 +66,7 @@ from cachexfs.glue import HeldReplicas, Source
 from cachexfs.mountpoint import unprotect
 from cachexfs.supervisor.client import Supervisor
 from cachexfs.supervisor.messages import Event
+from cachexfs.supervisor.status import ask as ask_supervisor
 from cachexfs.survive import go_on_without
 
 log = logging.getLogger("cachexfs.daemon")
@@ -75,6 +76,7 @@ FIRST_LOOK_S = 3.0
 READ_AHEAD_KIB = 1024
 READ_AHEAD_DELAY_S = 1.0
 CLOCK_INTERVAL_S = 30.0
+MODE_POLL_S = 0.1
 DEPART_S = 5.0
 ALONE_TIMEOUT_S = 60.0  # kernel caching of names and attributes where nobody else can change them
 
@@ -376,13 +378,15 @@ class Daemon:
         services.start_soon(self._say_ready)
         services.start_soon(self._read_ahead)
         services.start_soon(self._stop_when_asked, control)
+        if self.supervisor is not None:
+            services.start_soon(self._learn_mode, self.supervisor, facts, str(registry / f"{name}.supervisor"))
         self._control = control
         await pyfuse3.main(min_tasks=2, max_tasks=TASKS_MAX)
         pyfuse3.close(unmount=self.supervisor is None)
         if self._retired:
             return
         if not control.stop_requested.is_set():
-            await self._drain_unmounted(parts)
+            await self._drain_unmounted(parts, control)
 
     @property
     def _passes(self) -> bool:
@@ -392,9 +396,7 @@ class Daemon:
     def _why_handler(self) -> str:
         if self.supervisor is None:
             return "supervisor=off: nobody holds the privilege that passthrough needs"
-        return (
-            "passthrough=off" if self.options.passthrough == "off" else "not possible here; see the supervisor's status"
-        )
+        return "passthrough=off" if self.options.passthrough == "off" else "the supervisor has not said why yet"
 
     def _mount(self, operations: Operations) -> None:
         options = self.options
@@ -410,6 +412,21 @@ class Daemon:
             raise CannotTellError(
                 f"FUSE did not mount {options.mountpoint}: {error}; see {options.log_file or 'the messages above'}"
             ) from error
+
+    async def _learn_mode(self, supervisor: Supervisor, facts: dict[str, Any], socket: str) -> None:
+        """Whether the kernel serves staged files itself, and why not: settled once it has the answer to INIT."""
+        while True:
+            await trio.sleep(MODE_POLL_S)
+            try:
+                said = await trio.to_thread.run_sync(ask_supervisor, socket, "status", abandon_on_cancel=True)
+            except (OSError, ValueError) as error:
+                log.debug("the supervisor does not say how the mount works: %s", error)
+                return
+            if said.get("phase") == "serving":
+                break
+        why = str(said.get("passthrough_reason") or "")
+        supervisor.passthrough = supervisor.passthrough and not why
+        facts["kernel"], facts["kernel_reason"] = ("handler", why) if why else ("passthrough", "")
 
     async def _read_ahead(self) -> None:
         """Let the kernel read ahead in requests as large as FUSE has them (as root; else it stays at 128 KiB).
@@ -484,14 +501,25 @@ class Daemon:
             pyfuse3.terminate()
             return
 
-    async def _drain_unmounted(self, parts: Parts) -> None:
-        """umount(8) cannot drain: go on without the mount until everything is on the PFS."""
+    async def _drain_unmounted(self, parts: Parts, control: ControlServer) -> None:
+        """umount(8) cannot drain: go on without the mount until everything is on the PFS, or somebody ends it."""
+        control.facts["unmounted"] = True
         log.warning("unmounted from outside: draining %d operations before the end", len(parts.drainer.own_pending()))
         failed = await parts.files.publish_all()
         if failed:
             self.exit_code = EXIT_NOT_DURABLE
-        while parts.drainer.own_pending():
-            await parts.drainer.changed()
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._cancel_when_stopped, control, nursery.cancel_scope)
+            while parts.drainer.own_pending():
+                await parts.drainer.changed()
+            nursery.cancel_scope.cancel()
+        if parts.drainer.own_pending():
+            self.exit_code = EXIT_NOT_DURABLE
+
+    @staticmethod
+    async def _cancel_when_stopped(control: ControlServer, scope: trio.CancelScope) -> None:
+        await control.stop_requested.wait()
+        scope.cancel()
 
     async def _vouch(self, node: Node, dead: list[str]) -> tuple[bool, str]:
         """Somebody vouches that these nodes will not come back."""

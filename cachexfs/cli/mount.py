@@ -18,6 +18,7 @@ import msgspec
 
 from cachexfs import tmpfs
 from cachexfs.cli import mounts
+from cachexfs.cli.earlier import end_earlier
 from cachexfs.cli.identity import acting_as, environment_for, give_directory, user_of
 from cachexfs.cli.mount_checks import check_address, check_directories, check_machine, clear_mountpoint, detach
 from cachexfs.cli.options import OPTIONS, load_options
@@ -81,6 +82,9 @@ def command(
     if user is not None and not check:
         _give(options, user)
     clear_mountpoint(options.mountpoint, options.runtime_dir, change=not check, user=user)
+    if not check:
+        with acting_as(user):
+            end_earlier(options)
     with acting_as(user):
         check_directories(options, change=not check)
         others = mounts.registry(options.runtime_dir)

@@ -109,6 +109,7 @@ class LocalCluster:
         self._options = dict(options or {})
         self.node_options: dict[int, dict[str, str | None]] = {}
         self.node_pfs: dict[int, Path] = {}  # where a node has its own way to the PFS directory
+        self.prefix: list[str] = []  # before each command, for another user's mounts
         self._scratch: list[Path] = []
         self._port = _free_ports()
         self.network = NodeNetwork(f"cx{self.tag}n", nodes) if namespaces else None
@@ -182,7 +183,7 @@ class LocalCluster:
         """Start ``cachexfs ARGUMENTS`` on a node; its outputs are pipes."""
         enter = self.network.enter(index) if self.network else []
         return subprocess.Popen(
-            [*enter, sys.executable, "-m", "cachexfs", *arguments],
+            [*self.prefix, *enter, sys.executable, "-m", "cachexfs", *arguments],
             env=self.environment(index),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,

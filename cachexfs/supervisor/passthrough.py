@@ -39,13 +39,13 @@ class RefusedError(Exception):
 def probe(mode: str) -> str:
     """Why passthrough cannot be used here; the empty string when it can (the INIT answer may still say no)."""
     if mode == "off":
-        return "switched off"
+        return "passthrough=off"
     release = os.uname().release
     major, minor = (int("".join(c for c in part if c.isdigit()) or 0) for part in release.split(".")[:2])
     if (major, minor) < (6, 9):
         return f"kernel {release} is older than 6.9"
     if not has_sys_admin():
-        return "no CAP_SYS_ADMIN"
+        return "no CAP_SYS_ADMIN: mount as root (with user=NAME for a user)"
     return ""
 
 

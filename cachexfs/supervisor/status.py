@@ -95,7 +95,7 @@ def _remove_dead(path: str) -> None:
         except ConnectionRefusedError:
             os.unlink(path)
             return
-    raise FileExistsError(f"another supervisor listens on {path}")
+    raise FileExistsError(f"the supervisor of an earlier mount still listens on {path}: it ends once its daemon has")
 
 
 def ask(path: str, command: str, *, timeout_s: float = 5.0) -> dict[str, object]:

@@ -1,12 +1,15 @@
 """With the supervisor, a daemon killed with -9 is a pause for applications, not an error."""
 
+import json
 import os
 import threading
 from collections.abc import Callable
 
 import pytest
-from real_support import until, write_file
+from real_support import pfs_away, until, write_file
 
+from cachexfs.cli import client
+from cachexfs.demo import control
 from cachexfs.demo.cluster import LocalCluster
 
 FILES = 40
@@ -46,3 +49,69 @@ def test_writers_and_readers_go_on_over_a_killed_daemon(make_cluster: Callable[.
     assert {name: (mount / name).read_bytes() for name in written} == written
     cluster.umount()
     assert {name: (cluster.pfs / name).read_bytes() for name in written} == written
+
+
+@pytest.mark.parametrize("supervisor", ["on", "off"])
+def test_a_mount_goes_on_with_the_drain_of_an_earlier_one(
+    make_cluster: Callable[..., LocalCluster], supervisor: str
+) -> None:
+    """``umount -l`` cannot drain; its daemon goes on by itself, until the place is mounted again."""
+    cluster = make_cluster(1, {"supervisor": supervisor, "fsync": "returned"})
+    mount = cluster.nodes[0].mountpoint
+    with pfs_away(cluster):
+        for number in range(5):
+            write_file(mount / f"f{number}", bytes([number]) * 200_000)
+        old = cluster.status(0).pid
+        cluster.detach(0)
+        until("it drains without a mount", lambda: control_status(cluster).get("unmounted") is True)
+        ended = cluster.run(0, *cluster.mount_arguments(0))
+        assert ended.code == 0, ended.err
+        assert "goes on with them" in ended.err
+        assert cluster.status(0).pid != old
+        assert [(mount / f"f{n}").read_bytes() for n in range(5)] == [bytes([n]) * 200_000 for n in range(5)]
+    cluster.umount()
+    assert [(cluster.pfs / f"f{n}").read_bytes() for n in range(5)] == [bytes([n]) * 200_000 for n in range(5)]
+
+
+def test_a_mount_beside_one_that_is_detached_and_used_is_refused(make_cluster: Callable[..., LocalCluster]) -> None:
+    cluster = make_cluster(1, {"supervisor": "on"})
+    mount = cluster.nodes[0].mountpoint
+    with (mount / "f").open("wb") as held:
+        held.write(b"1")
+        cluster.detach(0)
+        ended = cluster.run(0, *cluster.mount_arguments(0))
+        assert ended.code == 2
+        assert "applications still have files of it open" in ended.err
+    until("the earlier one has ended", lambda: not cluster.answers(0))
+    assert (cluster.pfs / "f").read_bytes() == b"1"
+
+
+def control_status(cluster: LocalCluster) -> dict[str, object]:
+    entry = control.registered(cluster.nodes[0].runtime)
+    found: dict[str, object] = json.loads(client.ask_raw(entry, {"op": "status", "path": None})) if entry else {}
+    return found
+
+
+@pytest.mark.parametrize("passthrough", ["auto", "off"])
+def test_bytes_that_were_overwritten_after_a_flush_outlive_the_daemon(
+    make_cluster: Callable[..., LocalCluster], passthrough: str
+) -> None:
+    """A duplicate's close publishes; what the kernel then puts over the published bytes has the same length."""
+    cluster = make_cluster(1, {"supervisor": "on", "passthrough": passthrough})
+    mount = cluster.nodes[0].mountpoint
+    fds = {size: os.open(mount / f"f{size}", os.O_CREAT | os.O_RDWR) for size in (5000, 3 << 20)}
+    for size, fd in fds.items():
+        os.write(fd, b"1" * size)
+        os.close(os.dup(fd))
+        os.pwrite(fd, b"2" * 100, 1000)
+    old = cluster.status(0).pid
+    cluster.kill_daemon(0)
+    until("another daemon answers", lambda: cluster.answers(0) and cluster.status(0).pid != old)
+    wanted = {size: b"1" * 1000 + b"2" * 100 + b"1" * (size - 1100) for size in fds}
+    for size, fd in fds.items():
+        assert os.pread(fd, size, 0) == wanted[size]
+        os.close(fd)
+        assert (mount / f"f{size}").read_bytes() == wanted[size]
+    cluster.umount()
+    for size, data in wanted.items():
+        assert (cluster.pfs / f"f{size}").read_bytes() == data

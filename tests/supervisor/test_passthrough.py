@@ -106,7 +106,7 @@ def test_off_means_the_handler(mount: Mount) -> None:
     mount.up("--passthrough", "off")
     status = mount.status()
     assert status["passthrough"] is False
-    assert status["passthrough_reason"] == "switched off"
+    assert status["passthrough_reason"] == "passthrough=off"
     (mount.point / "f").write_bytes(b"by handler")
     assert (mount.point / "f").read_bytes() == b"by handler"
     assert mount.status()["backings"] == 0
@@ -143,4 +143,4 @@ def test_probing_says_why_not(monkeypatch: pytest.MonkeyPatch, release: str, cap
     monkeypatch.setattr(passthrough, "has_sys_admin", lambda: caps)
     said = passthrough.probe("auto")
     assert (why in said) if why else said == ""
-    assert passthrough.probe("off") == "switched off"
+    assert passthrough.probe("off") == "passthrough=off"

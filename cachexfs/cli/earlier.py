@@ -1,0 +1,74 @@
+"""A mount while the daemon of an earlier one, which umount(8) took away, still drains: the new one goes on with that.
+
+Role: called by ``cachexfs mount`` before it starts anything. The earlier daemon is asked to end where it is; what it
+had not brought to the PFS stays in staging, which the new daemon adopts. No concurrency.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+
+from cachexfs.cli import client, mounts
+from cachexfs.cli.output import write_error
+from cachexfs.cli.protocol import Unmounted
+from cachexfs.config import MountOptions
+from cachexfs.errors import CannotTellError, UsageError
+from cachexfs.supervisor import status as supervisor
+from cachexfs.tmpfs import is_in_use
+
+END_TIMEOUT_S = 30.0
+POLL_S = 0.05
+
+
+def end_earlier(options: MountOptions) -> None:
+    """End a daemon that drains an earlier mount of this place, so that this mount goes on with it.
+
+    Nothing of ours is mounted there now. Raises ``UsageError`` when applications still use the earlier one, or it was
+    another mount; ``CannotTellError`` when it does not end.
+    """
+    known = mounts.registry(options.runtime_dir)
+    entry = next((e for e in known if e.mountpoint == options.mountpoint and mounts.is_alive(e.pid)), None)
+    if entry is None or any(m.device == entry.device for m in mounts.read_mountinfo()[0]):
+        return
+    try:
+        state = json.loads(client.ask_raw(entry, {"op": "status", "path": None}))
+    except client.DeadDaemonError:
+        return  # it has ended meanwhile
+    pending = f"{state.get('pending_ops', 0)} changes that are not on the PFS yet"
+    if not state.get("unmounted"):
+        raise UsageError(
+            f"an earlier mount of {options.mountpoint} was detached (umount -l), and applications still have files of "
+            f"it open: end them and mount again (its daemon is process {entry.pid})"
+        )
+    if (entry.pfs, entry.node, entry.job) != (options.pfs, options.node, options.job) or not is_in_use(options):
+        raise UsageError(
+            f"process {entry.pid} still drains an earlier mount of {options.mountpoint} (of {entry.pfs}, {pending}): "
+            "wait until it ends, or mount with the same directory, staging, node and job to go on with it"
+        )
+    write_error(f"warning: an earlier mount of {options.mountpoint} has {pending}: this one goes on with them")
+    try:
+        client.ask(entry, {"op": "umount", "abandon": True}, Unmounted)
+    except client.DeadDaemonError:
+        return
+    _await_end(entry)
+
+
+def _await_end(entry: mounts.Entry) -> None:
+    deadline_s = time.monotonic() + END_TIMEOUT_S
+    while mounts.is_alive(entry.pid) or _is_supervised(entry):
+        if time.monotonic() > deadline_s:
+            raise CannotTellError(f"process {entry.pid}, which drains the earlier mount, does not end: kill it")
+        time.sleep(POLL_S)
+
+
+def _is_supervised(entry: mounts.Entry) -> bool:
+    socket = client.supervisor_socket(entry)
+    if not os.path.exists(socket):
+        return False
+    try:
+        supervisor.ask(socket, "status")
+    except OSError:
+        return False
+    return True
