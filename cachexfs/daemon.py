@@ -386,6 +386,7 @@ class Daemon:
         if self._retired:
             return
         if not control.stop_requested.is_set():
+            await operations.end()
             await self._drain_unmounted(parts, control)
 
     @property
@@ -499,11 +500,20 @@ class Daemon:
                 log.info("another daemon takes over")
                 self._retired = True
             pyfuse3.terminate()
-            return
+            break
+        while not self._retired:  # END; a STOP after it ends the drain too
+            await trio.lowlevel.wait_readable(supervisor.events_fd)
+            event = supervisor.next_event()
+            if event is Event.STOP:
+                self._control.stop_requested.set()
+            if event in (Event.STOP, Event.END):
+                return
 
     async def _drain_unmounted(self, parts: Parts, control: ControlServer) -> None:
         """umount(8) cannot drain: go on without the mount until everything is on the PFS, or somebody ends it."""
         control.facts["unmounted"] = True
+        if self.supervisor is not None:
+            self.supervisor.draining()
         log.warning("unmounted from outside: draining %d operations before the end", len(parts.drainer.own_pending()))
         failed = await parts.files.publish_all()
         if failed:
@@ -662,6 +672,8 @@ def main() -> int:
     try:
         daemon = Daemon(options, answer)
         return trio.run(daemon.run)
+    except SystemExit:
+        raise  # a process that was started ahead, and its mount has ended
     except BaseException as group:
         for number in (signal.SIGTERM, signal.SIGINT):  # the mount command may end us before the last word is out
             signal.signal(number, signal.SIG_IGN)

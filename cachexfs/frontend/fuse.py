@@ -27,7 +27,7 @@ from cachexfs.core.records import ROOT_FID
 from cachexfs.engine.attributes import PREFIX
 from cachexfs.engine.files import Handle
 from cachexfs.engine.filesystem import BLKSIZE, Attr, Filesystem
-from cachexfs.errors import FsError
+from cachexfs.errors import CacheXError, FsError
 from cachexfs.supervisor.client import Supervisor
 
 log = logging.getLogger(__name__)
@@ -96,6 +96,14 @@ class Operations(pyfuse3.Operations):  # type: ignore[misc]
                 self._listings[old.fh] = (self._fid(old.node), None)
             else:
                 self._handles[old.fh] = self.files.reopen(old.node, old.flags, passed=old.passthrough)
+
+    async def end(self) -> None:
+        """The mount has ended: handles are closed, whose RELEASE the kernel may have dropped."""
+        for number in list(self._handles):
+            try:
+                await self.files.release(self._handles.pop(number))
+            except (CacheXError, OSError) as error:
+                log.error("closing a file at the end of the mount: %s", error)
 
     @contextmanager
     def _request(self, ctx: pyfuse3.RequestContext) -> Iterator[int | None]:

@@ -141,6 +141,10 @@ class Supervisor:
         """Finished on purpose: the supervisor unmounts, sends ``Event.END`` and ends with ``code``."""
         self._ask(Call.STOPPING, value=code)
 
+    def draining(self) -> None:
+        """After ``Event.END``: work is left, this process exits by itself when it is done."""
+        self._ask(Call.DRAINING)
+
     def register(self, fh: int, fd: int) -> int | None:
         """Let the kernel serve ``fh`` from the open file ``fd``; call before answering the open.
 

@@ -23,12 +23,19 @@ _WITH_FD = (Call.REGISTER, Call.OFFER)
 
 
 class Control:
-    """Answers one daemon. ``on_ready`` and ``on_stopping(exit code)`` tell ``run``."""
+    """Answers one daemon. ``on_ready``, ``on_stopping(exit code)`` and ``on_draining`` tell ``run``."""
 
-    def __init__(self, backings: Backings, on_ready: Callable[[], None], on_stopping: Callable[[int], None]) -> None:
+    def __init__(
+        self,
+        backings: Backings,
+        on_ready: Callable[[], None],
+        on_stopping: Callable[[int], None],
+        on_draining: Callable[[], None],
+    ) -> None:
         self._backings = backings
         self._on_ready = on_ready
         self._on_stopping = on_stopping
+        self._on_draining = on_draining
         #: Why registrations are refused; empty when they are accepted.
         self.no_passthrough = ""
         self.refused = 0
@@ -100,6 +107,8 @@ class Control:
             self._backings.unregister(message.fh)
         elif message.kind == Call.READY:
             self._on_ready()
+        elif message.kind == Call.DRAINING:
+            self._on_draining()
         else:
             self._on_stopping(message.value)
         return 0

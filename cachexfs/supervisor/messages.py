@@ -36,12 +36,13 @@ class Call(enum.IntEnum):
     UNREGISTER = 3  # forget the backing of ``fh`` as soon as no open uses it
     STOPPING = 4  # finished on purpose with exit code ``value``: unmount, do not restart
     OFFER = 5  # as REGISTER, without an answer; in force for the next reply on the FUSE socket
+    DRAINING = 6  # the mount has ended and work is left: no deadline for the exit
 
 
 class Event(enum.IntEnum):
     """What the supervisor tells on the event socket."""
 
-    STOP = 1  # finish up (drain), then call stopping()
+    STOP = 1  # finish up, then call stopping(); after END: leave the work that is left
     RETIRE = 2  # another daemon takes over: end now, leave the state on disk
     END = 3  # the mount is gone: leave the main loop and exit
 

@@ -48,13 +48,13 @@ class Supervisor:
         self._pump = Pump(plan.device_fd, self._session, self._epoll, plan.spin_s)
         self._pump.on_init = self._init_answered
         self._pump.before_open = self._drain_control
-        self._control = Control(self._backings, self._daemon_ready, self._daemon_stopping)
+        self._control = Control(self._backings, self._daemon_ready, self._daemon_stopping, self._daemon_draining)
         self._child: Child | None = None
         self._abandoned: list[Child] = []
         self._is_swap_wanted = False
         self._swaps_refused = 0
         self._is_initialised = self._is_ready = False
-        self._is_retire_due = False
+        self._is_retire_due = self._is_draining = False
         self._answered_at_start = 0
         self._served_s = 0.0
         self._kill_reason = ""
@@ -95,7 +95,8 @@ class Supervisor:
             self._other(fd)
         if pump.is_ended and self._life.phase is not Phase.ENDED:
             self._mount_gone()
-        if pump.is_peer_gone and self._child is not None and "exit" not in self._life.deadlines:
+        is_due = pump.is_peer_gone and not self._is_draining and "exit" not in self._life.deadlines
+        if is_due and self._child is not None:
             self._life.deadlines["exit"] = time.monotonic() + self._plan.limits.exit_s
         if self._is_retire_due and not pump.pending_count:
             self._retire_now()
@@ -265,6 +266,12 @@ class Supervisor:
         self._life.exit_code = self._life.exit_code or code & 0xFF
         self._unmount()
 
+    def _daemon_draining(self) -> None:
+        """umount(8) cannot drain: the daemon goes on without the mount for as long as it takes, or until ``stop``."""
+        if self._life.phase is Phase.ENDED:
+            self._is_draining = True
+            self._life.deadlines.pop("exit", None)
+
     def _kill(self, why: str) -> None:
         self._kill_reason = why
         log(why)
@@ -386,6 +393,10 @@ class Supervisor:
     def stop(self) -> str:
         """Let the daemon finish, then unmount. The second time: unmount now."""
         life = self._life
+        if life.phase is Phase.ENDED and self._child is not None and self._is_draining:
+            self._is_draining = False
+            self._child.tell(Event.STOP)
+            life.deadlines["exit"] = time.monotonic() + self._plan.limits.exit_s
         if life.phase in (Phase.UNMOUNTING, Phase.ENDED):
             return str(life.phase.value)
         if life.phase is Phase.FAILED or life.is_stop_wanted:

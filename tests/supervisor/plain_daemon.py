@@ -17,6 +17,7 @@ import os
 import signal
 import stat
 import sys
+import time
 from pathlib import Path
 
 import pyfuse3
@@ -413,6 +414,11 @@ def main() -> int:
         trio.run(serve, supervisor)
     finally:
         pyfuse3.close(unmount=supervisor is None)
+    if supervisor is not None and os.environ.get("PLAIN_DRAIN") == "1":
+        supervisor.draining()
+        while not os.path.exists(ROOT + ".drained") and supervisor.next_event() is not Event.STOP:
+            time.sleep(0.01)
+        return 0 if os.path.exists(ROOT + ".drained") else 3
     return 0
 
 

@@ -6,6 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -314,3 +315,19 @@ def test_a_daemon_that_answers_between_its_deaths_is_never_given_up() -> None:
     for _ in range(500):
         assert life.failed("SIGKILL", had_progress=True, now=7.0) is Phase.BACKOFF
         assert life.deadlines["phase"] == 7.0
+
+
+@pytest.mark.parametrize("how", ["drained", "stopped", "killed"])
+def test_a_daemon_drains_without_its_mount_for_as_long_as_it_takes(mount: Mount, how: str) -> None:
+    mount.up("--exit-timeout", "0.2", drain="1")
+    subprocess.run(["umount", str(mount.point)], check=True, timeout=20)
+    wait_until(lambda: mount.phase() == "ended", "the mount has ended")
+    time.sleep(0.6)  # three times what an exit may take
+    assert mount.phase() == "ended"
+    if how == "drained":
+        Path(f"{mount.root}.drained").touch()
+    elif how == "stopped":
+        mount.ask("stop")
+    else:
+        mount.kill_daemon()
+    assert mount.wait() == (0 if how == "drained" else EXIT_NOT_DURABLE)

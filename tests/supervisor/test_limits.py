@@ -80,7 +80,7 @@ def test_notifications_that_the_kernel_does_not_take_are_bounded_in_bytes() -> N
 
 def test_a_flood_of_questions_lets_the_loop_go_on() -> None:
     ours, theirs = seqpacket()
-    control = Control(Backings(-1, frozenset()), lambda: None, lambda code: None)
+    control = Control(Backings(-1, frozenset()), lambda: None, lambda code: None, lambda: None)
     with ours, theirs, flood(theirs, Message(99).pack()):
         while not control.refused:
             assert control.drain(ours)

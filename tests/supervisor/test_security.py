@@ -136,7 +136,7 @@ def test_a_handle_that_is_open_keeps_its_file(backings: Backings, tmp_path: Path
 
 @pytest.fixture
 def control(backings: Backings) -> Control:
-    return Control(backings, lambda: None, lambda code: None)
+    return Control(backings, lambda: None, lambda code: None, lambda: None)
 
 
 def exchange(control: Control, raw: bytes, fds: list[int]) -> Message:
