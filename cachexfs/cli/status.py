@@ -71,7 +71,12 @@ def command(path: str | None, watch: bool, interval_s: float, as_json: bool) -> 
     Exit 3 on any error or lost protection, 4 if a daemon does not answer.
     """
     while True:
-        reports = _collect(path)
+        try:
+            reports = _collect(path)
+        except CannotTellError as error:  # a watch goes on over a restart
+            if not watch:
+                raise
+            reports = [Report("", None, {}, str(error))]
         if as_json:
             _print_json(path, reports)
         else:

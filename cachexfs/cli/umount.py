@@ -64,8 +64,8 @@ def command(mountpoint: str, timeout_s: float | None, abandon: bool, as_json: bo
     names = [f"{shown(item.path)} ({shown(item.reason)})" for item in answer.left]
     more = f", and {len(names) - LIST_MAX} more" if len(names) > LIST_MAX else ""
     write_error(
-        f"unmounted, and {len(left)} changes are not on the PFS; they stay recoverable (mount again with the same "
-        f"options): {', '.join(names[:LIST_MAX])}{more}"
+        f"unmounted, and {len(left)} {'change is' if len(left) == 1 else 'changes are'} not on the PFS; what is left "
+        f"stays recoverable (mount again with the same options): {', '.join(names[:LIST_MAX])}{more}"
     )
     return EXIT_NOT_DURABLE
 

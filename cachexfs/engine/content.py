@@ -30,6 +30,7 @@ from cachexfs.errors import CacheXError, CorruptError, FsError, quoted
 log = logging.getLogger(__name__)
 
 CACHE_BLOCKS_MAX = 128
+SOURCES_MAX = 10_000  # files whose reads are told apart; the oldest are forgotten
 PFS_DEADLINE_S = 15.0
 PEER_DEADLINE_S = 15.0
 
@@ -120,8 +121,11 @@ class Reader:
     def count(self, fid: int, source: str, length: int) -> None:
         """Note which source served a read (shown by ``status`` and the demo)."""
         path = self.path(fid)
-        if path is not None:
-            self.sources[path][source] += length
+        if path is None:
+            return
+        self.sources[path][source] += length
+        if len(self.sources) > SOURCES_MAX:
+            del self.sources[next(iter(self.sources))]
 
     async def _fetch(self, fid: int, content: Generation, index: int) -> tuple[bytes, str]:
         reasons: list[str] = []

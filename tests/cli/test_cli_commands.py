@@ -308,3 +308,23 @@ def test_watch_with_json_prints_one_object_a_line(
     ran = run("status", "--watch", "--json")
     assert ran.code == 0
     assert len([json.loads(text) for text in ran.out.splitlines()]) == 3
+
+
+def test_watch_goes_on_while_the_daemon_is_away(daemon: FakeDaemon, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    daemon.answers["status"] = [STATUS]
+    registered = daemon.socket.with_suffix(".json")
+    rounds = []
+
+    def sleep(_: float) -> None:
+        rounds.append(1)
+        if len(rounds) == 1:
+            registered.rename(registered.with_suffix(".away"))
+        if len(rounds) == 2:
+            registered.with_suffix(".away").rename(registered)
+        if len(rounds) == 3:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(status_module.time, "sleep", sleep)
+    ran = run("status", str(daemon.mountpoint), "--watch", "--json")
+    assert [json.loads(text)["exit"] for text in ran.out.splitlines()] == [0, 4, 0]
+    assert ran.code == 0
