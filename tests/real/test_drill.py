@@ -86,7 +86,7 @@ def test_a_drill_says_what_would_be_missing(
     for name in templates[0].shards()[1:]:
         write_file(mounts[0] / "half" / name, templates[0].files[name])
     ended = drill(cluster, 0, "half")
-    assert (ended.code, "no commit file" in ended.err) == (EXIT_NOT_DURABLE, True)
+    assert (ended.code, ".metadata: absent: not saved yet" in ended.err) == (EXIT_NOT_DURABLE, True)
     templates[0].commit(mounts[0] / "half")
     ended = drill(cluster, 0, "half")
     assert (ended.code, "__0_0.distcp" in ended.err) == (EXIT_NOT_DURABLE, True)
