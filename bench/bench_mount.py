@@ -5,8 +5,9 @@
 Groups: ``handler`` (writes by the daemon's handler), ``supervisor`` (the same with and without one), ``read``,
 ``spread`` (many writes), ``small`` (files of 4 KiB), ``passed`` (writes and reads that the kernel passes to staging),
 ``drain``, ``cpu`` (processor time of two nodes), ``nodes`` (three nodes). Each is a mount of its own. The sides take
-turns, after a turn that warms them up; between turns the daemon's background work is waited for. Staging is warm:
-files were written and removed before. Root: it mounts tmpfs. Exit 1 when a bound is missed.
+turns, after a turn that warms them up; before each the daemon's background work is waited for and free memory is
+touched (see ``compare.touch``). Staging is warm: files were written and removed before. Root: it mounts tmpfs. Exit 1
+when a bound is missed.
 """
 
 from __future__ import annotations
@@ -28,12 +29,12 @@ from compare import (
     copy_synced,
     cpu_s,
     cv,
-    empty,
     in_parallel,
     progress,
     quiet,
     read,
     tmpfs,
+    touch,
     write,
     write_over,
 )
@@ -44,6 +45,7 @@ SMALL_FILES = 600
 SPREAD_WRITES = 30
 DRAIN_BYTES = 2 << 30
 GB = 1e9
+TOUCH_MORE_BYTES = 256 << 20
 STARTED_S_MAX = 10.0
 
 
@@ -54,9 +56,11 @@ class Place:
         self.cluster = cluster
         self.directory = cluster.nodes[0].mountpoint
 
-    def settle(self) -> None:
-        """Until nothing of the last round is being removed, digested or drained any more."""
+    def settle(self, size: int = 0) -> None:
+        """Until nothing of the last round is being removed, digested or drained; ``size`` bytes will be wanted."""
         quiet(lambda: [pid for node in self.cluster.nodes for pid in self.cluster.processes(node.index)])
+        if size:
+            touch(size + TOUCH_MORE_BYTES)
 
 
 @contextlib.contextmanager
@@ -87,18 +91,35 @@ def discarding(root: Path) -> Iterator[Path]:
         process.wait(STARTED_S_MAX)
 
 
-def fresh(place: Place | Path, size: int, writers: int = 1) -> Callable[[int], float]:
-    """A side that writes new files where it has removed the old ones."""
-    directory = place if isinstance(place, Path) else place.directory
+def fresh(directory: Path, size: int, ready: Callable[[int], None], writers: int = 1) -> Callable[[int], float]:
+    """A side that writes new files, and removes them afterwards."""
 
     def run(turn: int) -> float:
-        if isinstance(place, Place):
-            empty(directory)
-            place.settle()
-        else:
-            for path in [directory / "f", *(directory / f"m{i}" for i in range(writers))]:
-                path.unlink(missing_ok=True)
-        return write(directory / "f", size) if writers == 1 else in_parallel(write, directory, size, writers)
+        ready(size)
+        rate = write(directory / "f", size) if writers == 1 else in_parallel(write, directory, size, writers)
+        for path in [directory / "f"] if writers == 1 else [directory / f"m{i}" for i in range(writers)]:
+            path.unlink()
+        return rate
+
+    return run
+
+
+def over(directory: Path, size: int, ready: Callable[[int], None], writers: int = 1) -> Callable[[int], float]:
+    """A side that writes over files whose memory is there."""
+
+    def run(turn: int) -> float:
+        ready(size)
+        return write_over(directory / "f", size) if writers == 1 else in_parallel(write_over, directory, size, writers)
+
+    return run
+
+
+def reading(path: Path, ready: Callable[[int], None]) -> Callable[[int], float]:
+    """A side that reads a file that it has read before."""
+
+    def run(turn: int) -> float:
+        ready(0)
+        return read(path)
 
     return run
 
@@ -111,12 +132,17 @@ def handler(report: Report, root: Path, size: int, rounds: int) -> None:
         tmpfs(memory) as plain,
         discarding(root) as hole,
     ):
+        mount, ready = place.directory, place.settle
         for _ in range(2):
-            fresh(place, size, 4)(0)
-        ours, theirs, ceiling = alternate(rounds, fresh(place, size), fresh(plain, size), fresh(hole, size))
+            fresh(mount, size, ready, 4)(0)
+        ours, theirs, ceiling = alternate(
+            rounds, fresh(mount, size, ready), fresh(plain, size, ready), fresh(hole, size, ready)
+        )
         report.ratio("handler write", "GB/s", ours, theirs, "fresh file on tmpfs, 4 KiB pages", 0.9)
         report.ratio("handler write", "GB/s", ours, ceiling, "a pyfuse3 mount that discards", 0.5)
-        four, one, other = alternate(rounds, fresh(place, size, 4), fresh(place, size), fresh(plain, size, 4))
+        four, one, other = alternate(
+            rounds, fresh(mount, size, ready, 4), fresh(mount, size, ready), fresh(plain, size, ready, 4)
+        )
         report.ratio("handler, 4 writers", "GB/s", four, one, "1 writer of the mount", 0.9)
         report.ratio("handler, 4 writers", "GB/s", four, other, "4 writers to that tmpfs")
 
@@ -128,9 +154,15 @@ def supervisor(report: Report, root: Path, size: int, rounds: int) -> None:
         alone(root / "s", memory, passthrough="off") as place,
         alone(root / "n", memory, passthrough="off", supervisor="off") as bare,
     ):
-        for side in (place, bare, place, bare):
-            fresh(side, size)(0)
-        ours, theirs = alternate(rounds, fresh(place, size), fresh(bare, size))
+
+        def ready(size: int) -> None:
+            place.settle()
+            bare.settle(size)
+
+        sides = [fresh(side.directory, size, ready) for side in (place, bare)]
+        for side in (*sides, *sides):
+            side(0)
+        ours, theirs = alternate(rounds, *sides)
         report.ratio("handler write, with supervisor", "GB/s", ours, theirs, "without", 0.75)
         ours, theirs = alternate(rounds, small_side(place), small_side(bare))
         report.ratio("create, 4 KiB, close, with supervisor", "files/s", ours, theirs, "without", 0.5, note="aim 0.8")
@@ -146,15 +178,15 @@ def reads(report: Report, root: Path, size: int, rounds: int) -> None:
             write(plain / "r", share)
             for turn in range(rounds + 1):
                 write(place.directory / f"r{turn}", share)
-            place.settle()
             found: dict[int, float] = {}
 
             def first(turn: int, found: dict[int, float] = found, place: Place = place) -> float:
+                place.settle(share)
                 value = read(place.directory / f"r{turn}")
                 found[turn] = read(place.directory / f"r{turn}")
                 return value
 
-            ours, theirs = alternate(rounds, first, lambda _, plain=plain: read(plain / "r"))
+            ours, theirs = alternate(rounds, first, reading(plain / "r", place.settle))
             again = [found[turn] for turn in range(1, rounds + 1)]
             report.ratio(f"{way}, first read", "GB/s", ours, theirs, "tmpfs", first_min, note=f"{rounds} files")
             report.ratio(f"{way}, read again", "GB/s", again, theirs, "tmpfs", again_min, note=f"{rounds} files")
@@ -167,7 +199,8 @@ def spread(report: Report, root: Path, size: int, rounds: int) -> None:
     for mode in ("off", "auto"):
         way = "handler" if mode == "off" else "passthrough"
         with alone(root / f"v{mode}", memory, passthrough=mode) as place, tmpfs(memory) as plain:
-            ours, theirs = alternate(SPREAD_WRITES, fresh(place, share), fresh(plain, share))
+            sides = [fresh(directory, share, place.settle) for directory in (place.directory, plain)]
+            ours, theirs = alternate(SPREAD_WRITES, *sides)
             mine, base = ([1 / rate for rate in side] for side in (ours, theirs))
             report.ratio(
                 f"{way}, {SPREAD_WRITES} writes of {share >> 20} MiB", "GB/s", ours, theirs, "fresh files on tmpfs"
@@ -226,7 +259,7 @@ def drain(report: Report, root: Path, size: int, rounds: int) -> None:
         def ours(turn: int) -> float:
             path = place.directory / "d"
             path.unlink(missing_ok=True)
-            place.settle()
+            place.settle(size)
             os.sync()
             write(path, size)
             began = time.perf_counter()
@@ -235,6 +268,7 @@ def drain(report: Report, root: Path, size: int, rounds: int) -> None:
 
         def theirs(turn: int) -> float:
             (beside / "d").unlink(missing_ok=True)
+            place.settle(size)
             os.sync()
             return copy_synced(plain / "d", beside / "d")
 
@@ -250,30 +284,29 @@ def passed(report: Report, root: Path, size: int, rounds: int) -> None:
         for directory in (staging, native, warm):
             directory.mkdir()
         with alone(root / "p", memory, passthrough="auto", staging=str(staging)) as place:
+            mount, ready = place.directory, place.settle
             for _ in range(2):
-                fresh(place, size, 4)(0)
-                fresh(place, size)(0)
+                fresh(mount, size, ready, 4)(0)
+                fresh(mount, size, ready)(0)
             in_parallel(write_over, warm, size, 4)
             write_over(warm / "f", size)
             ours, touched, new, small_pages = alternate(
                 rounds,
-                fresh(place, size),
-                lambda _: write_over(warm / "f", size),
-                fresh(native, size),
-                fresh(plain, size),
+                fresh(mount, size, ready),
+                over(warm, size, ready),
+                fresh(native, size, ready),
+                fresh(plain, size, ready),
             )
             report.ratio("passthrough write", "GB/s", ours, touched, "native, file already touched", 0.9)
             report.ratio("passthrough write", "GB/s", ours, new, "native, new file on the same tmpfs", 0.9)
             report.ratio("passthrough write", "GB/s", ours, small_pages, "new file on tmpfs, 4 KiB pages")
             ours, touched, new = alternate(
-                rounds,
-                fresh(place, size, 4),
-                lambda _: in_parallel(write_over, warm, size, 4),
-                fresh(native, size, 4),
+                rounds, fresh(mount, size, ready, 4), over(warm, size, ready, 4), fresh(native, size, ready, 4)
             )
             report.ratio("passthrough, 4 writers", "GB/s", ours, touched, "native, files already touched", 0.85)
             report.ratio("passthrough, 4 writers", "GB/s", ours, new, "native, new files", 0.85)
-            ours, theirs = alternate(rounds, lambda _: read(place.directory / "m0"), lambda _: read(warm / "m0"))
+            write(mount / "r", size)
+            ours, theirs = alternate(rounds, reading(mount / "r", ready), reading(warm / "f", ready))
             report.ratio("passthrough, read of a staged file", "GB/s", ours, theirs, "native, same tmpfs", 0.9)
 
 
@@ -331,7 +364,7 @@ def nodes(report: Report, root: Path, size: int, rounds: int) -> None:
         def ours(turn: int) -> float:
             path = place.directory / "p"
             path.unlink(missing_ok=True)
-            place.settle()
+            place.settle(size)
             write(path, size)
             began = time.perf_counter()
             until(path, "partner")
@@ -339,7 +372,7 @@ def nodes(report: Report, root: Path, size: int, rounds: int) -> None:
 
         def theirs(turn: int) -> float:
             beside.unlink(missing_ok=True)
-            place.settle()
+            place.settle(size)
             return copy_synced(source, beside)
 
         try:
