@@ -11,6 +11,7 @@ import contextlib
 import json
 import mmap
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -71,6 +72,7 @@ class Report:
     def __init__(self, as_json: bool) -> None:
         self.rows: list[Row] = []
         self._as_json = as_json
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # mounts are taken down
 
     def add(self, row: Row) -> None:
         """One more row."""
