@@ -12,6 +12,8 @@ from collections.abc import Mapping
 
 import msgspec
 
+from cachexfs import machine
+
 #: What root registers its mounts in, and below, those that it makes for users.
 RUNTIME_DIR_ROOT = "/run/cachexfs"
 #: In a node's NVMe directory: the identity of the PFS directory that it has mounted.
@@ -34,6 +36,7 @@ class MountOptions(msgspec.Struct, frozen=True, kw_only=True):
     memory: int
     staging: str | None = None
     nvme: str | None = None
+    spill: str = "auto"
     nodes: tuple[NodeAddress, ...] = ()
     node: str = ""
     job: str = ""
@@ -69,6 +72,23 @@ class MountOptions(msgspec.Struct, frozen=True, kw_only=True):
         if self.nvme is None or self.alone:
             return None
         return os.path.join(self.nvme, safe_name(self.job), safe_name(self.node))
+
+    @property
+    def spill_directory(self) -> str | None:
+        """Where staged files go when memory is full; None for nowhere.
+
+        By default on NVMe; without ``nvme`` in a directory of this user's own on the machine's disk, if that is one.
+        """
+        name = f"spill-{mount_id(self.mountpoint, self.node)}"
+        if self.spill == "off":
+            return None
+        if self.spill != "auto":
+            return os.path.join(self.spill, name)
+        if self.nvme is not None:
+            return os.path.join(self.nvme_directory or self.nvme, name)
+        own = "/var/lib/cachexfs" if os.geteuid() == 0 else f"/var/tmp/cachexfs-{os.geteuid()}"
+        usable = machine.is_on_disk(os.path.dirname(own)) and machine.is_own(own)
+        return os.path.join(own, name) if usable else None
 
     @property
     def alone(self) -> bool:

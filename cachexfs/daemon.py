@@ -59,10 +59,11 @@ from cachexfs.engine.node import Node
 from cachexfs.engine.pfs_import import Importer
 from cachexfs.engine.recover import Takeover
 from cachexfs.engine.replicate import Replicator
+from cachexfs.engine.source import Source
 from cachexfs.errors import EXIT_CANNOT_TELL, EXIT_NOT_DURABLE, CacheXError, CannotTellError, PeerError, UsageError
 from cachexfs.forecast import Forecast
 from cachexfs.frontend.fuse import TASKS_MAX, Operations
-from cachexfs.glue import HeldReplicas, Source
+from cachexfs.glue import HeldReplicas
 from cachexfs.mountpoint import unprotect
 from cachexfs.supervisor.client import Supervisor
 from cachexfs.supervisor.messages import Event
@@ -88,7 +89,7 @@ class Daemon:
         self.options = options
         self._answer = answer
         self.clock = ReferenceClock()
-        self.staging = Staging(tmpfs.prepare(options), options.memory)
+        self.staging = Staging(tmpfs.prepare(options), options.memory, options.spill_directory)
         self.supervisor = Supervisor.from_environ()
         self.etcd: EtcdServer | None = None
         self._registry: Path | None = None
@@ -141,7 +142,8 @@ class Daemon:
             open_files = {h.node // FID_STEP * FID_STEP: h.node for h in handles if not h.is_dir}
             await recover.adopt(node, parts.keeper, parts.files, open_files, self._set_aside())
             parts.drainer.load()
-            for task in (parts.replicator.run, parts.drainer.run, parts.keeper.run, takeover.run, parts.files.watch):
+            watch = parts.files.passing.watch
+            for task in (parts.replicator.run, parts.drainer.run, parts.keeper.run, takeover.run, watch):
                 services.start_soon(task)
             services.start_soon(completeness.run)
             services.start_soon(self._forecast.run)
@@ -589,8 +591,9 @@ class Daemon:
         elif self.etcd is not None:
             await self.etcd.stop()
         _remove_tree(self.staging.directory)
-        if self.options.nvme_directory is not None:
-            _remove_tree(Path(self.options.nvme_directory))
+        for own in (self.options.spill_directory, self.options.nvme_directory):
+            if own is not None:
+                _remove_tree(Path(own))
         tmpfs.release(self.options)
         log.info("the end: everything is on the PFS")
 

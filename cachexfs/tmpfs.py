@@ -10,8 +10,9 @@ import errno
 import os
 import subprocess
 
-from cachexfs import config
+from cachexfs import config, machine
 from cachexfs.config import MountOptions
+from cachexfs.errors import UsageError
 
 HEADROOM_BYTES = 64 << 20
 PFS_TOKEN = "pfs-id"  # in the staging directory: which PFS directory it belongs to; there while it is in use
@@ -32,8 +33,9 @@ def staging_directory(options: MountOptions) -> str:
 def prepare(options: MountOptions) -> str:
     """Make the staging directory; as root, mount a tmpfs on it unless one is there already. Returns it.
 
-    ``huge=within_size`` keeps 4 KiB files small and gives large ones huge pages. Where the kernel or the container
-    does not allow the mount, the directory is used as it is. Raises ``OSError``.
+    ``huge=within_size`` keeps 4 KiB files small and gives large ones huge pages. Its size is only where the kernel
+    stops writers that it serves by itself; the daemon keeps to ``memory``. Where the kernel or the container does not
+    allow the mount, the directory is used as it is. Raises ``OSError``.
     """
     directory = staging_directory(options)
     if options.uid is None:
@@ -43,7 +45,7 @@ def prepare(options: MountOptions) -> str:
     if options.staging is not None or os.geteuid() != 0 or os.path.ismount(directory):
         return directory
     owner = "" if options.uid is None else f",uid={options.uid},gid={options.gid}"
-    size = options.memory + options.memory // 16 + HEADROOM_BYTES
+    size = options.memory + max(options.memory // 16 + HEADROOM_BYTES, _growth_bytes(options.memory))
     for huge in (",huge=within_size", ""):
         command = ["mount", "-t", "tmpfs", "-o", f"size={size},mode=0700{owner}{huge}", "cachexfs-staging", directory]
         if subprocess.run(command, capture_output=True, check=False).returncode == 0:
@@ -62,6 +64,14 @@ def _make_for(options: MountOptions, directory: str) -> None:
             raise OSError(
                 errno.EEXIST, f"{directory} is the staging of another user's mount that did not end: umount it"
             )
+
+
+def _growth_bytes(memory_bytes: int) -> int:
+    """How far a file that the kernel writes without asking may pass ``memory``: half of what is left to this node."""
+    try:
+        return (machine.memory_limit_bytes() - memory_bytes) // 2
+    except UsageError:
+        return 0
 
 
 def is_in_use(options: MountOptions) -> bool:

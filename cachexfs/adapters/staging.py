@@ -1,6 +1,6 @@
-"""Staging: one file on tmpfs for each content that this node holds in memory.
+"""Staging: one file on tmpfs for each content that this node holds in memory, or on NVMe when memory was too small.
 
-Role: the directory, its identity, its accounting. Cheap system calls, made in the caller's thread: a write of
+Role: the directories, their identity, their accounting. Cheap system calls, made in the caller's thread: a write of
 1 MiB to tmpfs takes less than a hop to a thread. A lock keeps a second daemon out.
 
 A file may carry several generations, each a prefix of the next (appending).
@@ -9,32 +9,43 @@ A file may carry several generations, each a prefix of the next (appending).
 from __future__ import annotations
 
 import ctypes
+import errno
 import fcntl
 import os
 import secrets
+import shutil
 from pathlib import Path
 
+from cachexfs.adapters.spare import PIECE_BYTES, Spare
 from cachexfs.errors import UsageError
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
-
-
+SPILL_RESERVE_BYTES = 256 << 20  # left free on NVMe for replicas, manifests and the catalogue's log
 ORPHANS = "orphans"
+ORPHAN_SUFFIX = ".orphan"
 
 
 class Staging:
     """The staging directory of one mount. Not shared between daemons.
 
-    ``used_bytes`` counts allocated pages of all files as of their last change through this object.
+    ``used_bytes`` counts allocated pages in memory of all files as of their last change through this object. Spare
+    memory comes on top, never beyond ``limit_bytes`` in all. ``spill``: a directory on NVMe for what does not fit.
     """
 
-    def __init__(self, directory: str, limit_bytes: int) -> None:
+    def __init__(self, directory: str, limit_bytes: int, spill: str | None = None) -> None:
         self.directory = Path(directory)
         self.limit_bytes = limit_bytes
         self._files = self.directory / "files"
+        self._spill_root = Path(spill) if spill is not None else None
+        self._spill: Path | None = None
         self._allocated: dict[str, int] = {}
+        self._spilled: dict[str, int] = {}
+        self._spare = Spare(self.directory / "spare")
+        self._ahead_bytes = 0  # given up by the spare, not yet taken by a file
         self.used_bytes = 0
+        self.spilled_bytes = 0
+        self.spill_limit_bytes = 0  # the size of that file system
         self._lock_fd = -1
         self.store = ""
 
@@ -52,8 +63,39 @@ class Staging:
         except OSError:
             raise UsageError(f"another daemon uses the staging directory {self.directory}; unmount it first") from None
         self.store = self._identity()
+        self._spare.open()
         for name in os.listdir(self._files):
             self.account(name, os.stat(self._files / name).st_blocks * 512)
+        self._open_spill()
+
+    def _open_spill(self) -> None:
+        """Adopt what this staging directory has spilled; what those before it did went with their memory."""
+        if self._spill_root is None:
+            return
+        try:
+            root = self._spill_root
+            root.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if root.is_symlink() or root.stat().st_uid != os.geteuid():
+                raise PermissionError(errno.EPERM, "it is a symbolic link, or somebody else's")
+            self._spill = root / self.store
+            self._spill.mkdir(mode=0o700, exist_ok=True)
+            found = os.statvfs(self._spill)
+            self.spill_limit_bytes = found.f_blocks * found.f_frsize
+            for other in root.iterdir():
+                if other != self._spill:
+                    shutil.rmtree(other, ignore_errors=True)
+            for name in os.listdir(self._spill):
+                if name.endswith(ORPHAN_SUFFIX):
+                    continue
+                if name in self._allocated or name.endswith(".part"):  # died before the move was complete
+                    os.unlink(self._spill / name)
+                else:
+                    self._spilled[name] = 0
+                    self.account(name, os.stat(self._spill / name).st_blocks * 512)
+        except OSError as error:
+            raise UsageError(
+                f"directory for spilled files {self._spill_root}: {error.strerror}; choose another with -o nvme=DIR"
+            ) from error
 
     def _identity(self) -> str:
         path = self.directory / "store"
@@ -72,73 +114,147 @@ class Staging:
             os.close(self._lock_fd)
             self._lock_fd = -1
 
+    # ---- files
+    def _path(self, stage: str) -> Path:
+        return self._spill / stage if self._spill is not None and stage in self._spilled else self._files / stage
+
     def path(self, stage: str) -> str:
         """Path of a staged file."""
-        return str(self._files / stage)
+        return str(self._path(stage))
 
-    def create(self, stage: str) -> int:
-        """Descriptor, for reading and writing, of a new empty staged file."""
-        fd = os.open(self._files / stage, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        self._allocated[stage] = 0
+    def create(self, stage: str, *, spilled: bool = False) -> int:
+        """Descriptor, for reading and writing, of a new empty staged file; ``spilled``: on NVMe."""
+        directory, table = (self._spill, self._spilled) if spilled else (self._files, self._allocated)
+        assert directory is not None
+        fd = os.open(directory / stage, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        table[stage] = 0
         return fd
 
     def open_file(self, stage: str, *, write: bool = False) -> int:
         """Descriptor of a staged file. Raises ``FileNotFoundError``."""
-        return os.open(self._files / stage, (os.O_RDWR if write else os.O_RDONLY) | os.O_CLOEXEC)
+        return os.open(self._path(stage), (os.O_RDWR if write else os.O_RDONLY) | os.O_CLOEXEC)
 
     def has(self, stage: str) -> bool:
         """Whether this node holds a staged file of that key."""
-        return stage in self._allocated
+        return stage in self._allocated or stage in self._spilled
+
+    def stages(self) -> list[str]:
+        """Keys of all staged files."""
+        return [*self._allocated, *self._spilled]
 
     def size(self, stage: str) -> int:
         """Length of a staged file in bytes. Raises ``FileNotFoundError``."""
-        return os.stat(self._files / stage).st_size
-
-    def account(self, stage: str, allocated_bytes: int) -> None:
-        """Note how much memory a staged file takes now."""
-        self.used_bytes += allocated_bytes - self._allocated.get(stage, 0)
-        self._allocated[stage] = allocated_bytes
-
-    def recount(self, stage: str, fd: int) -> None:
-        """Note the memory of an open staged file after it changed."""
-        self.account(stage, os.fstat(fd).st_blocks * 512)
+        return os.stat(self._path(stage)).st_size
 
     def exchange(self, one: str, two: str) -> None:
         """Let two staged files have each other's key, in one step."""
-        old, new = os.fsencode(self._files / one), os.fsencode(self._files / two)
+        old, new = os.fsencode(self._path(one)), os.fsencode(self._path(two))
         if _LIBC.renameat2(_AT_FDCWD, old, _AT_FDCWD, new, _RENAME_EXCHANGE):
             code = ctypes.get_errno()
             raise OSError(code, os.strerror(code), self.path(one))
         for stage in (one, two):
-            self.account(stage, os.stat(self._files / stage).st_blocks * 512)
+            self.account(stage, os.stat(self._path(stage)).st_blocks * 512)
 
     def rename(self, old: str, new: str) -> None:
         """Give a staged file another key, in one step."""
-        os.rename(self._files / old, self._files / new)
-        self._allocated[new] = self._allocated.pop(old)
+        path = self._path(old)
+        os.rename(path, path.with_name(new))
+        table = self._spilled if old in self._spilled else self._allocated
+        table[new] = table.pop(old)
 
     def remove(self, stage: str) -> None:
-        """Give a staged file's memory back; open descriptors go on reading."""
-        try:
-            os.unlink(self._files / stage)
-        except FileNotFoundError:
-            pass
+        """Give a staged file's memory back, or keep it for the next; open descriptors go on reading."""
+        path = self._path(stage)
+        if stage in self._spilled:
+            self.spilled_bytes -= self._spilled.pop(stage)
+            path.unlink(missing_ok=True)
+            return
         self.used_bytes -= self._allocated.pop(stage, 0)
+        room = self.limit_bytes - self.used_bytes - self._spare.bytes
+        if room < PIECE_BYTES or not self._spare.take(path, room):
+            path.unlink(missing_ok=True)
 
     def set_aside(self, stage: str) -> None:
         """Keep a staged file whose name nobody knows any more: under ``orphans``, where nothing removes it."""
-        orphans = self.directory / ORPHANS
+        path, orphans = self._path(stage), self.directory / ORPHANS
+        if stage in self._spilled:
+            os.rename(path, path.with_name(stage + ORPHAN_SUFFIX))
+            self.spilled_bytes -= self._spilled.pop(stage)
+            return
         orphans.mkdir(mode=0o700, exist_ok=True)
-        os.rename(self._files / stage, orphans / stage)
+        os.rename(path, orphans / stage)
         self.used_bytes -= self._allocated.pop(stage, 0)
 
     def orphans(self) -> list[str]:
         """What was set aside, by this daemon or an earlier one."""
-        try:
-            return sorted(os.listdir(self.directory / ORPHANS))
-        except FileNotFoundError:
-            return []
+        found = [path for path in self._spill.iterdir() if path.name.endswith(ORPHAN_SUFFIX)] if self._spill else []
+        orphans = self.directory / ORPHANS
+        return sorted(path.name for path in [*found, *(orphans.iterdir() if orphans.is_dir() else ())])
 
-    def stages(self) -> list[str]:
-        """Keys of all staged files."""
-        return list(self._allocated)
+    # ---- accounting
+    def account(self, stage: str, allocated_bytes: int) -> None:
+        """Note how much a staged file takes now."""
+        if stage in self._spilled:
+            self.spilled_bytes += allocated_bytes - self._spilled[stage]
+            self._spilled[stage] = allocated_bytes
+            return
+        grown = allocated_bytes - self._allocated.get(stage, 0)
+        self.used_bytes += grown
+        if grown > 0 and self._ahead_bytes:
+            self._ahead_bytes = max(0, self._ahead_bytes - grown)
+        self._allocated[stage] = allocated_bytes
+
+    def recount(self, stage: str, fd: int) -> None:
+        """Note the room of an open staged file after it changed."""
+        self.account(stage, os.fstat(fd).st_blocks * 512)
+
+    @property
+    def spare_bytes(self) -> int:
+        """Memory of removed files that is kept for the next ones."""
+        return self._spare.bytes
+
+    def make_ready(self, length: int) -> None:
+        """Files are about to grow by ``length`` bytes: spare memory for it becomes free."""
+        if self._spare.bytes and length > self._ahead_bytes:
+            over = self.used_bytes + self._spare.bytes + length - self.limit_bytes
+            self._ahead_bytes += self._spare.give(max(length - self._ahead_bytes, over, PIECE_BYTES))
+
+    def forget_ready(self) -> None:
+        """Nobody grows now: what became free and was not used is not warm any more."""
+        self._ahead_bytes = 0
+
+    def free_bytes(self, wanted_bytes: int) -> int:
+        """What the kernel lets files in memory grow by; spare memory is given up until it is ``wanted_bytes``."""
+        found = os.statvfs(self._files)
+        free = found.f_bavail * found.f_frsize
+        return free if free >= wanted_bytes else free + self._spare.give(wanted_bytes - free)
+
+    # ---- spill
+    def is_spilled(self, stage: str) -> bool:
+        """Whether a staged file lies on NVMe."""
+        return stage in self._spilled
+
+    def spill_room_bytes(self) -> int:
+        """What may still be spilled; 0 without NVMe. Raises ``OSError``."""
+        if self._spill is None:
+            return 0
+        found = os.statvfs(self._spill)
+        return max(0, found.f_bavail * found.f_frsize - SPILL_RESERVE_BYTES)
+
+    def spill_begin(self, stage: str) -> int:
+        """Descriptor of an empty file on NVMe that is to take a staged file's bytes. Raises ``OSError``."""
+        assert self._spill is not None
+        path = self._spill / f"{stage}.part"
+        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+
+    def spill_end(self, stage: str, *, keep: bool) -> None:
+        """The bytes are there: from now on the staged file is the one on NVMe (or not, and it stays where it was)."""
+        assert self._spill is not None
+        part = self._spill / f"{stage}.part"
+        if not keep:
+            part.unlink(missing_ok=True)
+            return
+        os.rename(part, self._spill / stage)
+        self.remove(stage)
+        self._spilled[stage] = 0
+        self.account(stage, os.stat(self._spill / stage).st_blocks * 512)

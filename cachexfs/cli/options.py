@@ -18,10 +18,10 @@ from dataclasses import dataclass
 import msgspec
 
 from cachexfs.cli.identity import default_runtime_dir_for, resolve_user
-from cachexfs.cli.machine import is_local, listen_host, memory_limit_bytes
 from cachexfs.config import MountOptions, NodeAddress, default_runtime_dir
 from cachexfs.core import hostlist, sizes
 from cachexfs.errors import UsageError
+from cachexfs.machine import is_local, listen_host, memory_limit_bytes
 
 SECRET_BYTES_MIN = 16
 MEMORY_BYTES_MIN = 1 << 20
@@ -174,6 +174,7 @@ OPTIONS: dict[str, Option] = {
     "memory": Option("memory", _memory),
     "staging": Option("staging", _path),
     "nvme": Option("nvme", _path),
+    "spill": Option("spill", lambda text: text if text in ("auto", "off") else _path(text)),
     "nodes": Option("nodes", str),
     "node": Option("node", str),
     "job": Option("job", _job),

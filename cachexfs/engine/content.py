@@ -23,8 +23,8 @@ from cachexfs.core import manifest as manifests
 from cachexfs.core import publication
 from cachexfs.core.digest import BLOCK_BYTES, block_count, block_digest, block_length, split_blocks, tree_digest
 from cachexfs.core.records import Copy, Generation, OpKind
-from cachexfs.engine.files import copy_bytes
 from cachexfs.engine.node import Node
+from cachexfs.engine.vnode import copy_bytes
 from cachexfs.errors import CacheXError, CorruptError, FsError, quoted
 
 log = logging.getLogger(__name__)

@@ -27,10 +27,11 @@ from cachexfs.core.order import PendingOrder
 from cachexfs.core.records import AnyRecord, DirTimes, Generation, Inode, Op, OpKind, PfsCopy
 from cachexfs.core.replica import Tx
 from cachexfs.engine.content import Reader
-from cachexfs.engine.files import Files, Vnode
+from cachexfs.engine.files import Files
 from cachexfs.engine.interfaces import PfsAttrs, PfsStat
 from cachexfs.engine.node import Node
 from cachexfs.engine.recover import check_stage
+from cachexfs.engine.vnode import Vnode
 from cachexfs.errors import CacheXError, FsError, quoted
 
 log = logging.getLogger(__name__)

@@ -19,7 +19,6 @@ import errno
 import logging
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import trio
 
@@ -28,96 +27,17 @@ from cachexfs.core.commitfiles import is_pointer_name, pointer_target
 from cachexfs.core.order import parent_of
 from cachexfs.core.publication import Content
 from cachexfs.core.records import FID_STEP, Copy, Generation, Inode
-from cachexfs.engine.interfaces import ContentSource, Synced
+from cachexfs.engine.interfaces import ContentSource
 from cachexfs.engine.node import Node
-from cachexfs.errors import CacheXError, CatalogueUnavailableError, FsError, quoted
+from cachexfs.engine.passing import Passing, look
+from cachexfs.engine.vnode import UNWRITABLE, Handle, Vnode, copy_bytes
+from cachexfs.errors import CacheXError, FsError, quoted
 
 log = logging.getLogger(__name__)
 
 POINTER_BYTES_MAX = 4096
 SPARSE_BYTES_MAX = 16 << 30  # some seconds of reading holes
-WATCH_INTERVAL_S = 0.05
-SETTLE_S = 0.25
 DIGEST_AT_ONCE_BYTES_MAX = 1 << 20  # hashing so little costs less than telling the digest later
-PASS_ROOM_BYTES_MIN = 256 << 20  # what a passed writer may write between two looks, with something to spare
-WRITABLE = os.O_WRONLY | os.O_RDWR
-PLAIN_MODE, PASSED_MODE = 0o600, 0o700  # of a staged file; the second one while the kernel may be changing it
-UNWRITABLE = 1 << 62  # as ``sealed``: every write continues in a private copy
-
-
-@dataclass(eq=False, slots=True)
-class Vnode:
-    """One lineage of one file. ``version`` counts changes here, ``published`` is the one that was published."""
-
-    fid: int
-    ino: int
-    content: Generation
-    lookups: int = 0
-    handles: int = 0
-    writers: int = 0
-    paged: bool = False  # the kernel may hold pages of it
-    paged_token: tuple[int, int] = (-1, -1)
-    stage: str = ""
-    fd: int = -1
-    sealed: int = 0
-    version: int = 0
-    published: int = 0
-    mtime_ns: int = 0
-    mtime_version: int = -1
-    removed: bool = False
-    last: Inode | None = None  # its record when it lost its last name
-    passed: int = 0  # open handles whose writes the kernel puts into ``fd`` without asking
-    backed: int = 0  # open handles that the kernel serves from ``fd``, of readers too: while there are, ``fd`` stays
-    cached: int = 0  # open handles that use the page cache
-    closing: set[Handle] | None = None  # passed ones that were flushed: their RELEASE may be on its way
-    seen: tuple[int, int] = (0, 0)  # size and mtime of ``fd`` when its changes were last counted
-    synced: Synced | None = None
-    digested: tuple[int, int, tuple[bytes, bytes, list[bytes]]] | None = None
-    _change_lock: trio.Lock | None = None
-    _publish_lock: trio.Lock | None = None
-
-    # Most of a hundred thousand vnodes are only looked at: what writers need is made when it is needed.
-    @property
-    def change_lock(self) -> trio.Lock:
-        """Covers the exchange of the staging file."""
-        if self._change_lock is None:
-            self._change_lock = trio.Lock()
-        return self._change_lock
-
-    @property
-    def publish_lock(self) -> trio.Lock:
-        """Makes publications happen one after the other."""
-        if self._publish_lock is None:
-            self._publish_lock = trio.Lock()
-        return self._publish_lock
-
-    @property
-    def dirty(self) -> bool:
-        """Whether bytes here are newer than the published generation."""
-        return self.version != self.published
-
-    @property
-    def size(self) -> int:
-        """Length as this node's applications see it, in bytes."""
-        return os.fstat(self.fd).st_size if self.dirty else self.content.size
-
-
-@dataclass(eq=False, slots=True)
-class Handle:
-    """One open file description. ``wrote``: its FLUSH publishes."""
-
-    vnode: Vnode
-    flags: int
-    wrote: bool = False
-    passed: bool = False
-    backed: bool = False
-    cached: bool = False
-    drops_set_id: bool = False  # its writer may not keep the set-id bits of what it changes
-
-    @property
-    def writable(self) -> bool:
-        """Whether it was opened for writing."""
-        return bool(self.flags & WRITABLE)
 
 
 class Files:
@@ -128,7 +48,7 @@ class Files:
         self.source = source
         self._by_ino: dict[int, Vnode] = {}
         self._current: dict[int, Vnode] = {}
-        self._passing: set[Vnode] = set()  # those that the kernel may be changing
+        self.passing = Passing(node, source)
         self.on_released: Callable[[int], None] = lambda fid: None
         self.on_orphan_closed: Callable[[str], None] = node.staging.remove
 
@@ -171,7 +91,7 @@ class Files:
         """The vnode of a file if this node has one, its changes counted."""
         vnode = self._current.get(fid)
         if vnode is not None:
-            self.refresh(vnode)
+            self.passing.refresh(vnode)
         return vnode
 
     def open_vnodes(self) -> list[Vnode]:
@@ -282,7 +202,7 @@ class Files:
             handle.cached = flags & os.O_ACCMODE != os.O_WRONLY
             vnode.cached += handle.cached
         elif vnode.fd >= 0 or self._open_local(vnode):
-            self.passed_on(handle)
+            self.passing.begin(handle)
         return handle
 
     def keep_pages(self, handle: Handle) -> bool:
@@ -303,13 +223,10 @@ class Files:
     async def release(self, handle: Handle) -> None:
         """The last reference to a handle is gone: publish what came after the last FLUSH."""
         vnode = handle.vnode
-        self.refresh(vnode)
+        self.passing.refresh(vnode)
         if handle.writable:
             vnode.writers -= 1
-        vnode.passed -= handle.passed
-        if vnode.closing is not None:
-            vnode.closing.discard(handle)
-        vnode.backed -= handle.backed
+        self.passing.end(handle)
         vnode.cached -= handle.cached
         try:
             if vnode.dirty and (handle.wrote or vnode.writers == 0):
@@ -317,10 +234,7 @@ class Files:
             if handle.passed and not vnode.passed:
                 await self._complete(vnode)
         finally:
-            if not vnode.passed and vnode in self._passing:
-                self._passing.discard(vnode)
-                if vnode.fd >= 0 and not vnode.dirty and not vnode.removed:
-                    os.fchmod(vnode.fd, PLAIN_MODE)
+            self.passing.finish(vnode)
             vnode.handles -= 1
             if not vnode.dirty and not vnode.removed and vnode.stage not in ("", vnode.content.stage):
                 self._leave_copy(vnode)
@@ -329,7 +243,7 @@ class Files:
             if handle.writable:
                 self.on_released(vnode.fid)
 
-    # ---- passthrough: the kernel reads and writes the staging file itself
+    # ---- passthrough: see ``Passing``
     def backing(self, handle: Handle) -> int | None:
         """Descriptor that may back a handle, None when its I/O must come here.
 
@@ -344,28 +258,15 @@ class Files:
             return None
         if not handle.writable:
             clean = not vnode.dirty and not vnode.writers and vnode.content.size > 0
-            return vnode.fd if clean and (vnode.fd >= 0 or self._open_local(vnode)) and vnode.stage else None
+            staged = clean and (vnode.fd >= 0 or self._open_local(vnode)) and vnode.stage
+            return vnode.fd if staged and not staging.is_spilled(vnode.stage) else None
         fresh = vnode.content.open and not vnode.dirty and vnode.fd < 0 and vnode.handles == 1
-        if not fresh or staging.limit_bytes - staging.used_bytes < PASS_ROOM_BYTES_MIN:
+        if not fresh or not self.passing.has_room():
             return None
         vnode.stage = self.source.new_stage(vnode.fid, vnode.content.gen + 1)
         vnode.fd = staging.create(vnode.stage)
-        vnode.seen = self._look(vnode.fd)
+        vnode.seen = look(vnode.fd)
         return vnode.fd
-
-    def passed_on(self, handle: Handle) -> None:
-        """The kernel will serve this handle."""
-        vnode = handle.vnode
-        handle.backed = True
-        vnode.backed += 1
-        if handle.writable:
-            if not vnode.passed and not vnode.dirty:
-                vnode.seen = self._look(vnode.fd)
-            handle.passed = True
-            vnode.passed += 1
-            if not vnode.removed:
-                os.fchmod(vnode.fd, PASSED_MODE)  # should this daemon die, its bytes are newer than what was published
-            self._passing.add(vnode)
 
     async def unshare(self, vnode: Vnode) -> None:
         """Before a writer joins readers that the kernel serves: what is published moves to a file of its own.
@@ -378,7 +279,8 @@ class Files:
 
     async def _move_published(self, vnode: Vnode) -> None:
         staging, size = self.node.staging, vnode.content.size
-        await self._room(vnode, size)
+        if not await self._room(size):
+            raise self._is_full()
         stage, part = self.source.new_stage(vnode.fid, vnode.content.gen + 1), self.source.new_stage(vnode.fid, 0)
         fd = staging.create(part)
         try:
@@ -400,57 +302,17 @@ class Files:
             self._close_stage(vnode)
             self.node.staging.remove(stage)
 
-    @staticmethod
-    def _look(fd: int) -> tuple[int, int]:
-        found = os.fstat(fd)
-        return found.st_size, found.st_mtime_ns
-
-    def refresh(self, vnode: Vnode) -> None:
-        """Count changes that the kernel has made to the staging file of a passed handle."""
-        if not vnode.passed or vnode.fd < 0:
-            return
-        seen = self._look(vnode.fd)
-        if seen != vnode.seen:
-            vnode.seen = seen
-            inode = self.node.catalogue.view.inode(vnode.fid)
-            shown_ns = vnode.mtime_ns if vnode.dirty or inode is None else inode.mtime_ns
-            vnode.version += 1
-            ahead = seen[1] <= shown_ns <= self.node.clock.now_ns()  # the kernel's stamps are coarser than ours
-            vnode.mtime_ns = shown_ns if ahead else seen[1]
-            self.node.staging.recount(vnode.stage, vnode.fd)
-
     def busy(self, fid: int) -> bool:
         """Whether a writer may still change the staged bytes of the file's newest generation."""
         vnode = self._current.get(fid)
         return vnode is not None and (vnode.passed > 0 or (vnode.content.open and vnode.writers > 0))
-
-    async def settle(self, vnode: Vnode) -> None:
-        """Give the RELEASE of a closed passed writer time to arrive before somebody else changes the file.
-
-        A writer that really is still open shares the file with the newcomer, who writes in place then.
-        """
-        with trio.move_on_after(SETTLE_S):
-            while vnode.closing:  # noqa: ASYNC110
-                await trio.sleep(0.001)
-        vnode.closing = None  # flushed by a duplicate's close: still open
-
-    async def watch(self) -> None:
-        """Follow files that grow without asking: send ahead, make room. Until cancelled."""
-        while True:
-            await trio.sleep(WATCH_INTERVAL_S)
-            for vnode in [v for v in self._passing if not v.removed]:
-                before = vnode.version
-                self.refresh(vnode)
-                if vnode.version != before:
-                    self.source.grown(vnode)
-                    self.source.make_room(PASS_ROOM_BYTES_MIN)
 
     async def _complete(self, vnode: Vnode) -> None:
         """The last passed writer is gone: the published bytes are final, their digests can be told."""
         content = vnode.content
         if vnode.dirty or vnode.removed or content.tree or not content.size or vnode.fd < 0:
             return
-        digest, tree, _ = await self.node.digests(vnode.fd, content.size)
+        digest, tree, _ = await self._digests_of(vnode.fd, content.size)
         await self.node.catalogue.mutate(lambda tx: publication.complete(tx, vnode.fid, content, digest, tree))
         generation = self.node.catalogue.view.generation(vnode.fid)
         if generation is not None and generation.gen == content.gen:
@@ -461,29 +323,55 @@ class Files:
         """Put bytes into the staging file; returns how many. Raises EFBIG, and ENOSPC at the deadline for room."""
         vnode = handle.vnode
         self._check_size(offset + len(data))
-        self.refresh(vnode)
+        self.passing.refresh(vnode)
         if vnode.fd < 0 or offset < vnode.sealed or not vnode.dirty or vnode.change_lock.locked():
             await self._begin(vnode, offset)
         staging = self.node.staging
-        if staging.used_bytes + len(data) > staging.limit_bytes:
-            await self._room(vnode, len(data))
+        if staging.used_bytes + len(data) > staging.limit_bytes and not staging.is_spilled(vnode.stage):
+            await self._grow(vnode, len(data))
+        if staging.is_spilled(vnode.stage):
+            return await self._write_spilled(handle, offset, data)
+        staging.make_ready(len(data))
         done = os.pwrite(vnode.fd, data, offset)
         self._changed(vnode)
         handle.wrote = True
         return done
+
+    async def _grow(self, vnode: Vnode, length: int) -> None:
+        """Room for a write: in memory, else the file goes on on NVMe. Raises ENOSPC at ``full_timeout``."""
+        while not await self._room(length):
+            async with vnode.change_lock:
+                if self.node.staging.is_spilled(vnode.stage):
+                    return
+                if vnode.backed or vnode.passed:
+                    raise self._is_full()  # the kernel writes to this very file
+                if await self.source.spill_own(vnode):
+                    return
+
+    async def _write_spilled(self, handle: Handle, offset: int, data: bytes) -> int:
+        """A write to NVMe, which may take its time: in a thread."""
+        vnode = handle.vnode
+        while True:
+            async with vnode.change_lock:
+                if offset >= vnode.sealed and vnode.fd >= 0:
+                    done = await trio.to_thread.run_sync(os.pwrite, vnode.fd, data, offset)
+                    self._changed(vnode)
+                    handle.wrote = True
+                    return done
+            await self._begin(vnode, offset)
 
     def _changed(self, vnode: Vnode) -> None:
         vnode.version += 1
         vnode.mtime_ns = self.node.clock.now_ns()
         self.node.staging.recount(vnode.stage, vnode.fd)
         if vnode.passed:
-            vnode.seen = self._look(vnode.fd)
+            vnode.seen = look(vnode.fd)
         if not vnode.removed:
             self.source.grown(vnode)
 
     async def truncate(self, vnode: Vnode, size: int) -> None:
         """ftruncate. Growing leaves a hole. Raises EFBIG."""
-        self.refresh(vnode)
+        self.passing.refresh(vnode)
         if size == vnode.size:
             return
         if size > vnode.size:
@@ -533,10 +421,9 @@ class Files:
         want = size if keep is None else min(keep, size)
         staging = self.node.staging
         stage, part = self.source.new_stage(vnode.fid, vnode.content.gen + 1), self.source.new_stage(vnode.fid, 0)
-        fd = staging.create(part)
+        fd = staging.create(part, spilled=want > 0 and not await self._room(want))
         try:
             if want:
-                await self._room(vnode, want)
                 if vnode.fd >= 0:
                     await copy_bytes(vnode.fd, fd, want)
                 else:
@@ -555,20 +442,26 @@ class Files:
             if was_dirty and old_stage:
                 staging.remove(old_stage)
 
-    async def _room(self, vnode: Vnode, length: int) -> None:
-        """Wait until staging has room; ENOSPC at ``full_timeout``."""
-        staging = self.node.staging
+    async def _room(self, length: int) -> bool:
+        """Wait until memory has room; False when the bytes must go to NVMe. Raises ENOSPC at ``full_timeout``."""
         if self.source.make_room(length):
-            return
+            return True
         with trio.move_on_after(self.node.options.full_timeout_s):
             while True:
-                await self.source.room_freed()
+                if not await self.source.spill(length):
+                    if self.source.can_spill(length):
+                        return False
+                    await self.source.room_freed()
                 if self.source.make_room(length):
-                    return
-        raise FsError(
+                    return True
+        raise self._is_full()
+
+    def _is_full(self) -> FsError:
+        staging = self.node.staging
+        return FsError(
             errno.ENOSPC,
-            f"staging is full ({staging.used_bytes >> 20} of {staging.limit_bytes >> 20} MiB) and nothing in it "
-            f"reached the PFS for {self.node.options.full_timeout_s:.0f} s",
+            f"staging is full ({staging.used_bytes >> 20} of {staging.limit_bytes >> 20} MiB): nothing in it reached "
+            f"the PFS for {self.node.options.full_timeout_s:.0f} s, and NVMe takes nothing (-o nvme=DIR)",
         )
 
     # ---- publication
@@ -582,12 +475,15 @@ class Files:
         self._rest(vnode)
 
     async def _publish(self, vnode: Vnode, request: int | None) -> None:
-        self.refresh(vnode)
+        self.passing.refresh(vnode)
         if not vnode.dirty:
             return
         if vnode.removed or self.node.catalogue.view.inode(vnode.fid) is None:
             self._abandon(vnode)
             return
+        if self.node.staging.is_spilled(vnode.stage):
+            async with vnode.change_lock:  # a write may be under way
+                pass
         version, size = vnode.version, os.fstat(vnode.fd).st_size
         self._check_size(size)  # the kernel may have grown a passed file
         stage = vnode.stage
@@ -625,13 +521,21 @@ class Files:
     async def _digests(self, vnode: Vnode, version: int, size: int) -> tuple[bytes, bytes, list[bytes]]:
         if vnode.digested is not None and vnode.digested[:2] == (version, size):
             return vnode.digested[2]
-        found = await self.node.digests(vnode.fd, size)
+        found = await self._digests_of(vnode.fd, size)
         vnode.digested = (version, size, found)
         return found
 
+    async def _digests_of(self, fd: int, size: int) -> tuple[bytes, bytes, list[bytes]]:
+        """Of a descriptor that may be exchanged meanwhile."""
+        own = os.dup(fd)
+        try:
+            return await self.node.digests(own, size)
+        finally:
+            os.close(own)
+
     async def snapshot(self, vnode: Vnode) -> tuple[int, int, tuple[bytes, bytes, list[bytes]]]:
         """(version, size, digests) of the bytes now in the staging file, for an fsync before publication."""
-        self.refresh(vnode)
+        self.passing.refresh(vnode)
         version, size = vnode.version, os.fstat(vnode.fd).st_size
         return version, size, await self._digests(vnode, version, size)
 
@@ -692,15 +596,20 @@ class Files:
     # ---- reading
     async def read(self, vnode: Vnode, offset: int, length: int) -> bytes:
         """Bytes as this node's applications see them. Short at the end of the file."""
-        if vnode.dirty:
-            return os.pread(vnode.fd, length, offset)
         content = vnode.content
-        length = min(length, content.size - offset)
-        if length <= 0:
-            return b""
-        if vnode.fd >= 0 or self._open_local(vnode):
+        if not vnode.dirty:
+            length = min(length, content.size - offset)
+            if length <= 0:
+                return b""
+            if vnode.fd < 0 and not self._open_local(vnode):
+                return await self.source.read(vnode.fid, content, offset, length)
+        if not self.node.staging.is_spilled(vnode.stage):
             return os.pread(vnode.fd, length, offset)
-        return await self.source.read(vnode.fid, content, offset, length)
+        own = os.dup(vnode.fd)  # it may be exchanged meanwhile
+        try:
+            return await trio.to_thread.run_sync(os.pread, own, length, offset)
+        finally:
+            os.close(own)
 
     def _open_local(self, vnode: Vnode) -> bool:
         """Serve a clean vnode from an open local copy, if this node has one of exactly this content."""
@@ -716,7 +625,7 @@ class Files:
     async def flush(self, handle: Handle) -> None:
         """FLUSH: publish this handle's writes, and a created file that stayed empty."""
         vnode = handle.vnode
-        self.refresh(vnode)
+        self.passing.refresh(vnode)
         if handle.passed:
             vnode.closing = {handle, *(vnode.closing or ())}
         if vnode.dirty and (handle.wrote or handle.passed):
@@ -732,7 +641,7 @@ class Files:
         """Publish every unpublished content (before an unmount); returns what could not be, in words."""
         failed = []
         for vnode in list(self._by_ino.values()):
-            self.refresh(vnode)
+            self.passing.refresh(vnode)
             if vnode.dirty:
                 try:
                     await self.publish(vnode)
@@ -741,39 +650,6 @@ class Files:
         return failed
 
 
-async def copy_bytes(source: int, target: int, length: int) -> None:
-    """Copy the first ``length`` bytes between descriptors; in a thread when it is more than a block."""
-
-    def work() -> None:
-        done = 0
-        while done < length:
-            try:
-                count = os.copy_file_range(source, target, length - done, done, done)
-            except OSError as error:
-                if error.errno not in (errno.EXDEV, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL):
-                    raise
-                data = os.pread(source, min(length - done, 1 << 20), done)
-                count = os.pwrite(target, data, done) if data else 0
-            if count == 0:
-                raise FsError(errno.EIO, f"the staged file ends at byte {done}, {length} were expected")
-            done += count
-
-    if length <= 1 << 20:
-        work()
-    else:
-        await trio.to_thread.run_sync(work)
-
-
 def file_bytes_max(node: Node) -> int:
     """The longest that a file may be, holes included."""
-    return max(node.staging.limit_bytes, SPARSE_BYTES_MAX)
-
-
-def attrs_of(inode: Inode, vnode: Vnode | None) -> tuple[int, int]:
-    """(size, mtime in ns) that this node's applications see."""
-    if vnode is None or not vnode.dirty:
-        return inode.size, inode.mtime_ns
-    return vnode.size, max(vnode.mtime_ns, 0)
-
-
-__all__ = ["CatalogueUnavailableError", "Files", "Handle", "Vnode", "attrs_of", "copy_bytes"]
+    return max(node.staging.limit_bytes + node.staging.spill_limit_bytes, SPARSE_BYTES_MAX)

@@ -26,11 +26,12 @@ from cachexfs.core.replica import Tx
 from cachexfs.engine.attributes import PREFIX, Attributes
 from cachexfs.engine.content import Reader
 from cachexfs.engine.drain import Drainer
-from cachexfs.engine.files import WRITABLE, Files, Handle, Vnode, attrs_of
+from cachexfs.engine.files import Files
 from cachexfs.engine.hold import Keeper
 from cachexfs.engine.node import Node
 from cachexfs.engine.pfs_import import Importer
 from cachexfs.engine.replicate import Replicator
+from cachexfs.engine.vnode import WRITABLE, Handle, Vnode, attrs_of
 from cachexfs.errors import CacheXError, CatalogueUnavailableError, FsError, NotDurableError, quoted
 
 log = logging.getLogger(__name__)
@@ -120,7 +121,7 @@ class Filesystem:
     def _attr(self, fid: int, inode: Inode, vnode: Vnode | None = None) -> Attr:
         view = self.node.catalogue.view
         if vnode is not None:
-            self.files.refresh(vnode)
+            self.files.passing.refresh(vnode)
         if inode.kind == "d":
             times = view.dir_times(fid)
             mtime, ctime = (
@@ -449,11 +450,11 @@ class Filesystem:
             raise FsError(errno.EISDIR)
         vnode = self.files.by_ino(ino)
         if flags & WRITABLE:
-            await self.files.settle(vnode)
+            await self.files.passing.settle(vnode)
             await self.files.unshare(vnode)
         if inode is not None and vnode is self.files.known(vnode.fid):
             vnode = self.files.vnode(vnode.fid)
-        self.files.refresh(vnode)
+        self.files.passing.refresh(vnode)
         handle = self.files.open(vnode, flags)
         if flags & os.O_TRUNC and handle.writable and vnode.size:
             try:
@@ -499,7 +500,7 @@ class Filesystem:
     async def fsync(self, handle: Handle) -> None:
         """Wait until the bytes so far have the boundary that the option ``fsync`` names. EIO at the deadline."""
         vnode = handle.vnode
-        self.files.refresh(vnode)
+        self.files.passing.refresh(vnode)
         if vnode.removed:
             return
         wanted = self.node.options.fsync
@@ -590,4 +591,6 @@ class Filesystem:
         """(block size, blocks, available blocks): what a writer will get from staging."""
         staging = self.node.staging
         free = max(0, staging.limit_bytes - staging.used_bytes) + self.parts.keeper.evictable_bytes()
-        return 4096, staging.limit_bytes // 4096, min(free, staging.limit_bytes) // 4096
+        spill = self.parts.keeper.spiller.room_bytes()
+        size = staging.limit_bytes + staging.spilled_bytes + spill
+        return 4096, size // 4096, min(free + spill, size) // 4096

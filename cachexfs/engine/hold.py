@@ -18,6 +18,7 @@ from cachexfs.core.replica import Tx
 from cachexfs.core.stages import parse_stage
 from cachexfs.engine.files import Files
 from cachexfs.engine.node import Node
+from cachexfs.engine.spill import Spiller
 from cachexfs.errors import CacheXError
 
 log = logging.getLogger(__name__)
@@ -31,7 +32,10 @@ class Keeper:
         self.files = files
         self._nursery: trio.Nursery | None = None
         self._freed = trio.Event()
+        self.spiller = Spiller(node, files)
+        self.spiller.on_full = self._make_spill_room
         self.evicted_bytes = 0
+        self._is_spilling = False
 
     async def run(self) -> None:
         """Carry out removals, until cancelled."""
@@ -100,15 +104,40 @@ class Keeper:
         if staging.used_bytes + length <= staging.limit_bytes:
             return True
         for fid, stage in self._evictable():
-            before = staging.used_bytes
-            self.files.evicted(fid)
-            staging.remove(stage)
-            self.evicted_bytes += before - staging.used_bytes
-            if self._nursery is not None:
-                self._nursery.start_soon(self._tell_evicted, fid)
+            if staging.is_spilled(stage):
+                continue
+            self._evict(fid, stage)
             if staging.used_bytes + length <= staging.limit_bytes:
                 return True
         return False
+
+    def _evict(self, fid: int, stage: str) -> None:
+        staging = self.node.staging
+        before = staging.used_bytes + staging.spilled_bytes
+        self.files.evicted(fid)
+        staging.remove(stage)
+        self.evicted_bytes += before - staging.used_bytes - staging.spilled_bytes
+        if self._nursery is not None:
+            self._nursery.start_soon(self._tell_evicted, fid)
+
+    def _make_spill_room(self, length: int) -> None:
+        for fid, stage in self._evictable():
+            if self.node.staging.spill_room_bytes() >= length:
+                return
+            if self.node.staging.is_spilled(stage):
+                self._evict(fid, stage)
+
+    def spill_soon(self, length: int) -> None:
+        """Move what can leave memory to NVMe, without waiting for it."""
+        if self._nursery is not None and not self._is_spilling and self.spiller.can_take(1):
+            self._is_spilling = True
+            self._nursery.start_soon(self._spill, length)
+
+    async def _spill(self, length: int) -> None:
+        try:
+            await self.spiller.spill(length)
+        finally:
+            self._is_spilling = False
 
     def evictable_bytes(self) -> int:
         """Bytes of staging that a writer could get by eviction."""

@@ -15,7 +15,7 @@ from cachexfs.core.records import AnyRecord, Copy, Generation
 from cachexfs.core.replica import Replica, Tx
 
 if TYPE_CHECKING:
-    from cachexfs.engine.files import Vnode
+    from cachexfs.engine.vnode import Vnode
 
 T = TypeVar("T")
 
@@ -257,6 +257,22 @@ class ContentSource(Protocol):
         """Return when staging may have more room than before."""
         ...
 
+    async def spill(self, length: int) -> bool:
+        """Move published contents from memory to NVMe until ``length`` bytes fit; False when nothing moved."""
+        ...
+
+    def spill_soon(self, length: int) -> None:
+        """Start that, without waiting for it."""
+        ...
+
+    async def spill_own(self, vnode: Vnode) -> bool:
+        """Move a file in progress to NVMe; its ``change_lock`` is held. False when NVMe does not take it."""
+        ...
+
+    def can_spill(self, length: int) -> bool:
+        """Whether NVMe would take ``length`` bytes."""
+        ...
+
 
 class StagingArea(Protocol):
     """Files in this node's memory, one per content. Calls are cheap and synchronous; errors are ``OSError``."""
@@ -264,13 +280,15 @@ class StagingArea(Protocol):
     store: str
     used_bytes: int
     limit_bytes: int
+    spilled_bytes: int
+    spill_limit_bytes: int
 
     def path(self, stage: str) -> str:
         """Path of a staged file."""
         ...
 
-    def create(self, stage: str) -> int:
-        """Descriptor of a new empty file."""
+    def create(self, stage: str, *, spilled: bool = False) -> int:
+        """Descriptor of a new empty file; ``spilled``: on NVMe."""
         ...
 
     def open_file(self, stage: str, *, write: bool = False) -> int:
@@ -291,6 +309,34 @@ class StagingArea(Protocol):
 
     def rename(self, old: str, new: str) -> None:
         """Give a staged file another key, in one step."""
+        ...
+
+    def make_ready(self, length: int) -> None:
+        """Files are about to grow by ``length`` bytes: spare memory for it becomes free."""
+        ...
+
+    def forget_ready(self) -> None:
+        """Nobody grows now."""
+        ...
+
+    def free_bytes(self, wanted_bytes: int) -> int:
+        """What files in memory can grow by before the kernel refuses; spare memory is given up for ``wanted_bytes``."""
+        ...
+
+    def is_spilled(self, stage: str) -> bool:
+        """Whether a staged file lies on NVMe."""
+        ...
+
+    def spill_room_bytes(self) -> int:
+        """What may still be spilled; 0 without NVMe. Raises ``OSError``."""
+        ...
+
+    def spill_begin(self, stage: str) -> int:
+        """Descriptor of an empty file on NVMe that is to take a staged file's bytes. Raises ``OSError``."""
+        ...
+
+    def spill_end(self, stage: str, *, keep: bool) -> None:
+        """From now on the staged file is the one on NVMe (or not: it stays where it was)."""
         ...
 
     def recount(self, stage: str, fd: int) -> None:

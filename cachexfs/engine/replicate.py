@@ -26,9 +26,10 @@ from cachexfs.core.digest import BLOCK_BYTES, block_digest
 from cachexfs.core.manifest import MEMBERS_MAX, Base, Manifest, Member
 from cachexfs.core.records import ROOT_FID, AnyRecord, Copy, Dirent, Generation, Inode, Life
 from cachexfs.engine.content import Reader
-from cachexfs.engine.files import Files, Vnode
+from cachexfs.engine.files import Files
 from cachexfs.engine.interfaces import Synced
 from cachexfs.engine.node import Node
+from cachexfs.engine.vnode import Vnode
 from cachexfs.errors import CacheXError, NotDurableError
 
 log = logging.getLogger(__name__)

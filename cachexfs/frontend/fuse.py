@@ -25,8 +25,8 @@ from pyfuse3 import EntryAttributes, FileInfo, FUSEError
 from cachexfs.core.changes import NewAttrs
 from cachexfs.core.records import ROOT_FID
 from cachexfs.engine.attributes import PREFIX
-from cachexfs.engine.files import Handle
 from cachexfs.engine.filesystem import BLKSIZE, Attr, Filesystem
+from cachexfs.engine.vnode import Handle
 from cachexfs.errors import CacheXError, FsError
 from cachexfs.supervisor.client import Supervisor
 
@@ -140,7 +140,7 @@ class Operations(pyfuse3.Operations):  # type: ignore[misc]
         if self._supervisor is not None and self._supervisor.passthrough:
             fd = self.files.backing(handle)
             if fd is not None and self._supervisor.offer(number, fd):
-                self.files.passed_on(handle)
+                self.files.passing.begin(handle)
                 return FileInfo(fh=number)
         keep = self.files.keep_pages(handle)
         return FileInfo(fh=number, direct_io=not handle.cached, keep_cache=keep)

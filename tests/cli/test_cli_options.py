@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from cachexfs.cli import machine, options
+from cachexfs import machine, options
 from cachexfs.cli.options import derived_port, load_options
 from cachexfs.config import MountOptions, NodeAddress
 from cachexfs.errors import UsageError

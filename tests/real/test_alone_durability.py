@@ -188,7 +188,7 @@ def test_fsync_fails_at_its_deadline_when_the_pfs_is_away(make_cluster: Callable
 
 
 def test_a_full_staging_is_enospc_and_works_again_once_drained(make_cluster: Callable[..., LocalCluster]) -> None:
-    cluster = make_cluster(1, {"memory": "8M", "full_timeout": "1"})
+    cluster = make_cluster(1, {"memory": "8M", "full_timeout": "1", "spill": "off"})
     mount = cluster.nodes[0].mountpoint
     with pfs_away(cluster):
         (mount / "kept").write_bytes(bytes(4 * MIB))

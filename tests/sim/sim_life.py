@@ -26,19 +26,18 @@ from cachexfs.core.changes import NewAttrs
 from cachexfs.core.records import FORMAT_VERSION, ROOT_FID, Job
 from cachexfs.core.records import Life as LifeRecord
 from cachexfs.core.replica import Tx
-from cachexfs.core.stages import make_stage
 from cachexfs.engine import recover
 from cachexfs.engine.attributes import Attributes
 from cachexfs.engine.completeness import Completeness
-from cachexfs.engine.content import Reader
 from cachexfs.engine.drain import Drainer
-from cachexfs.engine.files import Files, Vnode
+from cachexfs.engine.files import Files
 from cachexfs.engine.filesystem import Filesystem, Parts
 from cachexfs.engine.hold import Keeper
 from cachexfs.engine.node import Node
 from cachexfs.engine.pfs_import import Importer
 from cachexfs.engine.recover import Takeover
 from cachexfs.engine.replicate import Replicator
+from cachexfs.engine.source import Source
 from cachexfs.errors import FsError
 
 T = TypeVar("T")
@@ -68,10 +67,10 @@ class SimStaging(Staging):
     dead = False
     peak_bytes = 0
 
-    def create(self, stage: str) -> int:
+    def create(self, stage: str, *, spilled: bool = False) -> int:
         if self.dead:
             raise OSError(5, "dead")
-        return super().create(stage)
+        return super().create(stage, spilled=spilled)
 
     def account(self, stage: str, allocated_bytes: int) -> None:
         super().account(stage, allocated_bytes)
@@ -80,25 +79,6 @@ class SimStaging(Staging):
     def remove(self, stage: str) -> None:
         if not self.dead:
             super().remove(stage)
-
-
-class Source(Reader):
-    """As the daemon's, with stage keys from the seed."""
-
-    keeper: Keeper
-    replicator: Replicator
-
-    def new_stage(self, fid: int, gen: int) -> str:
-        return make_stage(fid, gen, self.node.random.getrandbits(32))
-
-    def grown(self, vnode: Vnode) -> None:
-        self.replicator.grown(vnode)
-
-    def make_room(self, length: int) -> bool:
-        return self.keeper.make_room(length)
-
-    async def room_freed(self) -> None:
-        await self.keeper.room_freed()
 
 
 @dataclass

@@ -1,16 +1,20 @@
 """What this machine has: memory, addresses.
 
-Role: asked once, when ``cachexfs.cli.options`` fills in defaults.
+Role: base layer; asked when options get their defaults and staging its size.
 """
 
 from __future__ import annotations
 
 import os
 import socket
+import stat
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from cachexfs.config import NodeAddress
 from cachexfs.errors import UsageError
+
+if TYPE_CHECKING:
+    from cachexfs.config import NodeAddress
 
 
 def memory_limit_bytes(root: str = "/") -> int:
@@ -73,3 +77,31 @@ def listen_host(own: NodeAddress, addresses: Sequence[NodeAddress]) -> str:
     if any(address == own.host for address in numeric):
         return own.host
     return "" if any(address.startswith("127.") or address == "::1" for address in numeric) else numeric[0]
+
+
+_DISKS = ("ext2", "ext3", "ext4", "xfs", "btrfs", "f2fs", "zfs", "bcachefs")
+
+
+def is_on_disk(directory: str, root: str = "/") -> bool:
+    """Whether a directory lies on a local disk's file system: not in memory, not on a network."""
+    try:
+        device = os.stat(directory).st_dev
+    except OSError:
+        return False
+    for line in _text(os.path.join(root, "proc/self/mountinfo")).splitlines():
+        fields, _, described = line.partition(" - ")
+        major, minor = fields.split()[2].split(":")
+        if os.makedev(int(major), int(minor)) == device:
+            return described.split()[0] in _DISKS
+    return False
+
+
+def is_own(directory: str) -> bool:
+    """Whether a directory belongs to this user, or is not there yet."""
+    try:
+        found = os.lstat(directory)
+    except FileNotFoundError:
+        return True
+    except OSError:
+        return False
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()

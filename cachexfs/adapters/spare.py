@@ -1,0 +1,78 @@
+"""Spare memory: what removed staged files leave for the next ones.
+
+Role: a first touch of memory costs more than the copy into it: pages are cleared, huge ones are looked for, and a
+virtual machine may have given the free ones back to its host (measured here: 0.4 GB/s for 10). So a removed file
+becomes a spare, and a growing file gets memory that a spare gives up just before: the kernel hands out first what
+was freed last. A spare is only ever shortened, never written: an old reader could see a short file, not foreign bytes.
+
+Concurrency: none; called by ``Staging`` in the daemon's thread. A system call or two for each 2 MiB.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from pathlib import Path
+
+PIECE_BYTES = 2 << 20  # a huge page: what memory is worth keeping in, and is given up in
+
+
+class Spare:
+    """Files of a directory beside the staged ones, as memory that is kept. ``bytes``: how much."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._files: list[tuple[Path, int]] = []
+        self._number = 0
+        self.bytes = 0
+
+    def open(self) -> None:
+        """Make the directory, or take over what an earlier daemon left in it. Raises ``OSError``."""
+        self._directory.mkdir(mode=0o700, exist_ok=True)
+        for path in self._directory.iterdir():
+            self._number = max(self._number, int(path.name) + 1)
+            self._add(path, path.stat().st_size)
+
+    def _add(self, path: Path, size: int) -> None:
+        self._files.append((path, size))
+        self.bytes += size
+
+    def take(self, path: Path, room_bytes: int) -> bool:
+        """Keep the memory of a staged file that is not needed any more, up to ``room_bytes``; else False.
+
+        Not of one that anybody has open (the kernel gives no write lease on it then), nor of a small or sparse one.
+        """
+        kept = self._directory / str(self._number)
+        try:
+            found = path.stat()
+            size = min(found.st_size, room_bytes) // PIECE_BYTES * PIECE_BYTES
+            if not size or found.st_blocks * 512 < found.st_size:
+                return False
+            path.rename(kept)
+            self._number += 1
+            fd = os.open(kept, os.O_RDWR | os.O_CLOEXEC)
+            try:
+                fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_WRLCK)
+                os.ftruncate(fd, size)
+            finally:
+                os.close(fd)
+        except OSError:
+            kept.unlink(missing_ok=True)
+            return not path.exists()
+        self._add(kept, size)
+        return True
+
+    def give(self, length: int) -> int:
+        """Give up memory, at least ``length`` bytes if there are so many; returns how many bytes."""
+        given = 0
+        while given < length and self._files:
+            path, size = self._files.pop()
+            keep = max(0, size - (length - given)) // PIECE_BYTES * PIECE_BYTES
+            if keep:
+                os.truncate(path, keep)
+                self._files.append((path, keep))
+            else:
+                path.unlink()
+            given += size - keep
+        self.bytes -= given
+        return given

@@ -1,0 +1,135 @@
+"""Passthrough: files that the kernel reads and writes without asking.
+
+Role: keeps count of the handles that the kernel serves from a staging file, notices what their writers have changed,
+and keeps room ahead of them: the kernel does not wait when memory is full, the application gets ENOSPC. So new files
+are passed only while there is room for what the fastest writer does between two looks, spare memory is given up ahead
+of the growth, and what can leave memory does.
+
+Concurrency: called by ``Files``; ``watch`` is a task of its own that never waits for storage.
+"""
+
+from __future__ import annotations
+
+import os
+
+import trio
+
+from cachexfs.engine.interfaces import ContentSource
+from cachexfs.engine.node import Node
+from cachexfs.engine.vnode import PASSED_MODE, PLAIN_MODE, Handle, Vnode
+
+WATCH_INTERVAL_S = 0.05
+SETTLE_S = 0.25
+ROOM_BYTES_MIN = 256 << 20  # what a passed writer may write between two looks, with something to spare
+READY_BYTES_MAX = 512 << 20
+
+
+def look(fd: int) -> tuple[int, int]:
+    """(size, mtime in ns) of a staging file: what tells that the kernel has changed it."""
+    found = os.fstat(fd)
+    return found.st_size, found.st_mtime_ns
+
+
+class Passing:
+    """The files of this mount that the kernel may be changing."""
+
+    def __init__(self, node: Node, source: ContentSource) -> None:
+        self.node = node
+        self.source = source
+        self._vnodes: set[Vnode] = set()
+        self._step_bytes = 0  # the most that all have grown by between two looks, of late
+        self._usual_bytes = 0  # how long the last one was: checkpoint files come in equal sizes
+
+    def begin(self, handle: Handle) -> None:
+        """The kernel will serve this handle."""
+        vnode = handle.vnode
+        handle.backed = True
+        vnode.backed += 1
+        if handle.writable:
+            if not vnode.passed and not vnode.dirty:
+                vnode.seen = look(vnode.fd)
+            handle.passed = True
+            vnode.passed += 1
+            if not vnode.removed:
+                os.fchmod(vnode.fd, PASSED_MODE)  # should this daemon die, its bytes are newer than what was published
+            self._vnodes.add(vnode)
+            self._get_ready()
+
+    def end(self, handle: Handle) -> None:
+        """A handle was released."""
+        vnode = handle.vnode
+        vnode.passed -= handle.passed
+        vnode.backed -= handle.backed
+        if vnode.closing is not None:
+            vnode.closing.discard(handle)
+
+    def finish(self, vnode: Vnode) -> None:
+        """What the released handle wrote is published, or could not be."""
+        if vnode.passed or vnode not in self._vnodes:
+            return
+        self._vnodes.discard(vnode)
+        if vnode.fd >= 0 and not vnode.dirty and not vnode.removed:
+            os.fchmod(vnode.fd, PLAIN_MODE)
+        self._usual_bytes = vnode.seen[0]
+        if not self._vnodes:
+            self.node.staging.forget_ready()
+
+    def has_room(self) -> bool:
+        """Whether one more file may be written without asking."""
+        need = max(ROOM_BYTES_MIN, 3 * self._step_bytes)
+        return self.source.make_room(need) and self.node.staging.free_bytes(need) >= need
+
+    def refresh(self, vnode: Vnode) -> None:
+        """Count changes that the kernel has made to the staging file of a passed handle."""
+        if not vnode.passed or vnode.fd < 0:
+            return
+        seen = look(vnode.fd)
+        if seen != vnode.seen:
+            vnode.seen = seen
+            inode = self.node.catalogue.view.inode(vnode.fid)
+            shown_ns = vnode.mtime_ns if vnode.dirty or inode is None else inode.mtime_ns
+            vnode.version += 1
+            ahead = seen[1] <= shown_ns <= self.node.clock.now_ns()  # the kernel's stamps are coarser than ours
+            vnode.mtime_ns = shown_ns if ahead else seen[1]
+            self.node.staging.recount(vnode.stage, vnode.fd)
+
+    async def settle(self, vnode: Vnode) -> None:
+        """Give the RELEASE of a closed passed writer time to arrive before somebody else changes the file.
+
+        A writer that really is still open shares the file with the newcomer, who writes in place then.
+        """
+        with trio.move_on_after(SETTLE_S):
+            while vnode.closing:  # noqa: ASYNC110
+                await trio.sleep(0.001)
+        vnode.closing = None  # flushed by a duplicate's close: still open
+
+    async def watch(self) -> None:
+        """Follow files that grow without asking: send ahead, make room. Until cancelled."""
+        while True:
+            await trio.sleep(WATCH_INTERVAL_S)
+            before_bytes = self.node.staging.used_bytes
+            grown = []
+            for vnode in self._vnodes:
+                version = vnode.version
+                self.refresh(vnode)
+                if vnode.version != version:
+                    grown.append(vnode)
+            if not grown:
+                continue
+            step_bytes = self.node.staging.used_bytes - before_bytes
+            self._step_bytes = max(step_bytes, self._step_bytes * 7 // 8)
+            need = max(ROOM_BYTES_MIN, 3 * self._step_bytes)
+            self.node.staging.free_bytes(need)
+            self._get_ready()
+            if not self.source.make_room(need):
+                self.source.spill_soon(need)
+            for vnode in grown:
+                if not vnode.removed:
+                    self.source.grown(vnode)
+
+    def _get_ready(self) -> None:
+        """Free the spare memory that the writers will take until the next look."""
+        usual, step = self._usual_bytes, self._step_bytes
+        length = sum(max(usual - vnode.seen[0], min(step, vnode.seen[0])) for vnode in self._vnodes)
+        if length > 0:
+            self.node.staging.make_ready(min(length, READY_BYTES_MAX))

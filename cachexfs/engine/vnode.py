@@ -1,0 +1,148 @@
+"""One file in this node's hands: its vnode, its handles, and copying between staging files.
+
+Role: data that ``Files`` and ``Passing`` work on.
+
+Concurrency: handlers of one file run interleaved; ``change_lock`` covers the exchange of a staging file,
+``publish_lock`` makes publications of a file happen one after the other.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from dataclasses import dataclass
+
+import trio
+
+from cachexfs.core.records import Generation, Inode
+from cachexfs.engine.interfaces import Synced
+from cachexfs.errors import FsError
+
+WRITABLE = os.O_WRONLY | os.O_RDWR
+PLAIN_MODE, PASSED_MODE = 0o600, 0o700  # of a staged file; the second one while the kernel may be changing it
+UNWRITABLE = 1 << 62  # as ``sealed``: every write continues in a private copy
+
+
+@dataclass(eq=False, slots=True)
+class Vnode:
+    """One lineage of one file. ``version`` counts changes here, ``published`` is the one that was published."""
+
+    fid: int
+    ino: int
+    content: Generation
+    lookups: int = 0
+    handles: int = 0
+    writers: int = 0
+    paged: bool = False  # the kernel may hold pages of it
+    paged_token: tuple[int, int] = (-1, -1)
+    stage: str = ""
+    fd: int = -1
+    sealed: int = 0
+    version: int = 0
+    published: int = 0
+    mtime_ns: int = 0
+    mtime_version: int = -1
+    removed: bool = False
+    last: Inode | None = None  # its record when it lost its last name
+    passed: int = 0  # open handles whose writes the kernel puts into ``fd`` without asking
+    backed: int = 0  # open handles that the kernel serves from ``fd``, of readers too: while there are, ``fd`` stays
+    cached: int = 0  # open handles that use the page cache
+    closing: set[Handle] | None = None  # passed ones that were flushed: their RELEASE may be on its way
+    seen: tuple[int, int] = (0, 0)  # size and mtime of ``fd`` when its changes were last counted
+    synced: Synced | None = None
+    digested: tuple[int, int, tuple[bytes, bytes, list[bytes]]] | None = None
+    _change_lock: trio.Lock | None = None
+    _publish_lock: trio.Lock | None = None
+
+    # Most of a hundred thousand vnodes are only looked at: what writers need is made when it is needed.
+    @property
+    def change_lock(self) -> trio.Lock:
+        """Covers the exchange of the staging file."""
+        if self._change_lock is None:
+            self._change_lock = trio.Lock()
+        return self._change_lock
+
+    @property
+    def publish_lock(self) -> trio.Lock:
+        """Makes publications happen one after the other."""
+        if self._publish_lock is None:
+            self._publish_lock = trio.Lock()
+        return self._publish_lock
+
+    @property
+    def dirty(self) -> bool:
+        """Whether bytes here are newer than the published generation."""
+        return self.version != self.published
+
+    @property
+    def size(self) -> int:
+        """Length as this node's applications see it, in bytes."""
+        return os.fstat(self.fd).st_size if self.dirty else self.content.size
+
+
+@dataclass(eq=False, slots=True)
+class Handle:
+    """One open file description. ``wrote``: its FLUSH publishes."""
+
+    vnode: Vnode
+    flags: int
+    wrote: bool = False
+    passed: bool = False
+    backed: bool = False
+    cached: bool = False
+    drops_set_id: bool = False  # its writer may not keep the set-id bits of what it changes
+
+    @property
+    def writable(self) -> bool:
+        """Whether it was opened for writing."""
+        return bool(self.flags & WRITABLE)
+
+
+async def copy_bytes(source: int, target: int, length: int) -> None:
+    """Copy the first ``length`` bytes between descriptors, holes as holes; in a thread when it is more than a block.
+
+    ``target`` is empty before. Raises EIO when ``source`` is shorter.
+    """
+
+    def work() -> None:
+        found = os.fstat(source).st_size
+        if found < length:
+            raise FsError(errno.EIO, f"the staged file ends at byte {found}, {length} were expected")
+        done = 0
+        while done < length:
+            try:
+                done = os.lseek(source, done, os.SEEK_DATA)
+                end = min(length, os.lseek(source, done, os.SEEK_HOLE))
+            except OSError as error:
+                if error.errno != errno.ENXIO:  # no data behind this
+                    raise
+                break
+            while done < end:
+                done += _copy_piece(source, target, done, end - done)
+        if os.fstat(target).st_size < length:
+            os.ftruncate(target, length)
+
+    if length <= 1 << 20:
+        work()
+    else:
+        await trio.to_thread.run_sync(work)
+
+
+def _copy_piece(source: int, target: int, offset: int, length: int) -> int:
+    try:
+        count = os.copy_file_range(source, target, length, offset, offset)
+    except OSError as error:
+        if error.errno not in (errno.EXDEV, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL):
+            raise
+        data = os.pread(source, min(length, 1 << 20), offset)
+        count = os.pwrite(target, data, offset) if data else 0
+    if count == 0:
+        raise FsError(errno.EIO, f"the staged file ends at byte {offset}, {offset + length} were expected")
+    return count
+
+
+def attrs_of(inode: Inode, vnode: Vnode | None) -> tuple[int, int]:
+    """(size, mtime in ns) that this node's applications see."""
+    if vnode is None or not vnode.dirty:
+        return inode.size, inode.mtime_ns
+    return vnode.size, max(vnode.mtime_ns, 0)
