@@ -351,6 +351,11 @@ class Files:
     async def _write_spilled(self, handle: Handle, offset: int, data: bytes) -> int:
         """A write to NVMe, which may take its time: in a thread."""
         vnode = handle.vnode
+        with trio.move_on_after(self.node.options.full_timeout_s):
+            while not self.source.can_spill(len(data)):
+                await self.source.room_freed()
+        if not self.source.can_spill(len(data)):
+            raise self._is_full()
         while True:
             async with vnode.change_lock:
                 if offset >= vnode.sealed and vnode.fd >= 0:

@@ -93,13 +93,17 @@ class Spiller:
     def _is_still(stage: str, vnode: Vnode | None) -> bool:
         if vnode is None or vnode.stage != stage:
             return True
+        if vnode.change_lock.locked():
+            return False  # who holds it may be waiting for room himself
         return not (vnode.dirty or vnode.passed or vnode.backed or vnode.content.open)
 
     async def _move_published(self, stage: str, vnode: Vnode | None) -> bool:
         if vnode is None:
             return await self.move(stage, None)
+        if not self._is_still(stage, vnode):
+            return False
         async with vnode.change_lock:
-            return self._is_still(stage, vnode) and await self.move(stage, vnode)
+            return await self.move(stage, vnode)
 
     async def move(self, stage: str, vnode: Vnode | None) -> bool:
         """Move one staged file; False when NVMe does not take it or it changed meanwhile.
