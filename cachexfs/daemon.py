@@ -59,6 +59,7 @@ from cachexfs.engine.node import Node
 from cachexfs.engine.pfs_import import Importer
 from cachexfs.engine.recover import Takeover
 from cachexfs.engine.replicate import Replicator
+from cachexfs.engine.retention import Retention
 from cachexfs.engine.source import Source
 from cachexfs.errors import EXIT_CANNOT_TELL, EXIT_NOT_DURABLE, CacheXError, CannotTellError, PeerError, UsageError
 from cachexfs.forecast import Forecast
@@ -147,6 +148,7 @@ class Daemon:
                 services.start_soon(task)
             services.start_soon(completeness.run)
             services.start_soon(self._forecast.run)
+            services.start_soon(self._retention.run)
             services.start_soon(recover.verify, node)
             services.start_soon(self._look_at_pfs, parts)
             services.start_soon(self._keep_clock, node)
@@ -266,8 +268,9 @@ class Daemon:
         files.on_released = drainer.released
         files.on_orphan_closed = keeper.check
         self._forecast = Forecast(node, completeness, self._records_path())
-        for listener in (self._forecast.notice, keeper.notice, replicator.notice, drainer.notice, takeover.notice):
-            catalogue.listen(listener)
+        self._retention = Retention(node, keeper, completeness)
+        for part in (self._forecast, keeper, replicator, drainer, takeover, self._retention):
+            catalogue.listen(part.notice)
         attributes = Attributes(node, files, completeness)
         attributes.eta_s = self._forecast.eta_s
         parts = Parts(node, files, source, replicator, drainer, keeper, Importer(node, source), attributes)

@@ -178,7 +178,7 @@ def forget_copies(tx: Tx, fid: int, gone: Collection[tuple[str, str]]) -> None:
     inode = tx.inode(fid)
     if inode is not None:
         copies = tuple(c for c in inode.copies if (c.node, c.store) not in gone)
-        tx.put(inode_key(fid), msgspec.structs.replace(inode, copies=copies))
+        tx.put(inode_key(fid), msgspec.structs.replace(inode, copies=copies, retired=inode.gen))
 
 
 def note_error(tx: Tx, ctx: Ctx, fid: int, error: str) -> None:

@@ -100,6 +100,7 @@ class Inode(Record, frozen=True, tag="i"):
     error: str = ""
     imported: bool = True  # directories: the PFS's listing has been taken over
     xattrs: tuple[tuple[bytes, bytes], ...] = ()
+    retired: int = 0  # the generation whose fast copies were given up because it is on the PFS
 
 
 class Generation(Record, frozen=True, tag="g"):

@@ -329,13 +329,13 @@ class Completeness:
         directories = list(outline.checkpoints(base.rpartition(b"/")[2], self._listing(fid), formats.commit_names))
         for path in directories:
             await trio.lowlevel.checkpoint()  # a hundred checkpoints of a thousand files take a second
-            where = self._find(fid, path)
+            where = self.find(fid, path)
             checkpoint = await self.checkpoint(where, patience_s) if where is not None else None
             if checkpoint is not None:
                 found.append(checkpoint)
         return sorted(found, key=lambda c: (c.path.rpartition(b"/")[0], _step(c.path), c.path))
 
-    def _find(self, fid: int, path: bytes) -> int | None:
+    def find(self, fid: int, path: bytes) -> int | None:
         """The directory at a path below another one; None when it has gone meanwhile."""
         found: int | None = fid
         for name in filter(None, path.split(b"/")):

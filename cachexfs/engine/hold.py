@@ -161,6 +161,35 @@ class Keeper:
                 found.append((inode.t_pfs_s, fid, stage))
         return [(fid, stage) for _, fid, stage in sorted(found)]
 
+    async def retire(self, fid: int) -> None:
+        """Give up this node's copies of a file that is on the PFS; not while it is open or anything is pending.
+
+        Raises ``CatalogueUnavailableError``.
+        """
+        view, replicas = self.node.catalogue.view, self.node.replicas
+        inode, generation = view.inode(fid), view.generation(fid)
+        if inode is None or generation is None or not generation.stage or not self.node.on_pfs(fid, inode):
+            return
+        vnode, stage = self.files.known(fid), generation.stage
+        if (vnode is not None and (vnode.dirty or vnode.handles)) or view.ops_of(fid):
+            return
+        stores = {self.node.staging.store} | ({replicas.store} if replicas is not None else set())
+        gone = {
+            (copy.node, copy.store) for copy in inode.copies if copy.node == self.node.name and copy.store in stores
+        }
+        if not gone:
+            return
+        await self.node.catalogue.mutate(lambda tx: publication.forget_copies(tx, fid, gone))
+        generation = view.generation(fid)
+        if generation is None or generation.stage != stage:
+            return
+        if self.node.staging.has(stage):
+            self.files.evicted(fid)
+            self.node.staging.remove(stage)
+            self._free()
+        if replicas is not None and stage in replicas.stages():
+            await self._drop_replica(stage)
+
     async def _tell_evicted(self, fid: int) -> None:
         gone = {(self.node.name, self.node.staging.store)}
 

@@ -36,7 +36,7 @@ class Passing:
     def __init__(self, node: Node, source: ContentSource) -> None:
         self.node = node
         self.source = source
-        self._vnodes: set[Vnode] = set()
+        self.vnodes: set[Vnode] = set()
         self._step_bytes = 0  # the most that all have grown by between two looks, of late
         self._usual_bytes = 0  # how long the last one was: checkpoint files come in equal sizes
 
@@ -52,7 +52,7 @@ class Passing:
             vnode.passed += 1
             if not vnode.removed:
                 os.fchmod(vnode.fd, PASSED_MODE)  # should this daemon die, its bytes are newer than what was published
-            self._vnodes.add(vnode)
+            self.vnodes.add(vnode)
             self._get_ready()
 
     def end(self, handle: Handle) -> None:
@@ -65,13 +65,13 @@ class Passing:
 
     def finish(self, vnode: Vnode) -> None:
         """What the released handle wrote is published, or could not be."""
-        if vnode.passed or vnode not in self._vnodes:
+        if vnode.passed or vnode not in self.vnodes:
             return
-        self._vnodes.discard(vnode)
+        self.vnodes.discard(vnode)
         if vnode.fd >= 0 and not vnode.dirty and not vnode.removed:
             os.fchmod(vnode.fd, PLAIN_MODE)
         self._usual_bytes = vnode.seen[0]
-        if not self._vnodes:
+        if not self.vnodes:
             self.node.staging.forget_ready()
 
     def has_room(self) -> bool:
@@ -109,7 +109,7 @@ class Passing:
             await trio.sleep(WATCH_INTERVAL_S)
             before_bytes = self.node.staging.used_bytes
             grown = []
-            for vnode in self._vnodes:
+            for vnode in self.vnodes:
                 version = vnode.version
                 self.refresh(vnode)
                 if vnode.version != version:
@@ -130,6 +130,6 @@ class Passing:
     def _get_ready(self) -> None:
         """Free the spare memory that the writers will take until the next look."""
         usual, step = self._usual_bytes, self._step_bytes
-        length = sum(max(usual - vnode.seen[0], min(step, vnode.seen[0])) for vnode in self._vnodes)
+        length = sum(max(usual - vnode.seen[0], min(step, vnode.seen[0])) for vnode in self.vnodes)
         if length > 0:
             self.node.staging.make_ready(min(length, READY_BYTES_MAX))

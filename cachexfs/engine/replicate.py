@@ -145,6 +145,8 @@ class Replicator:
         content = self.node.catalogue.view.generation(fid)
         if inode is None or content is None or not inode.size or not content.tree:
             return []
+        if inode.retired == inode.gen and self.node.on_pfs(fid, inode):
+            return []
         holders = self.node.holders(inode)
         if not holders or holders[0] != self.node.name or len(holders) > self.node.replica_count:
             return []

@@ -91,10 +91,12 @@ class Spiller:
 
     @staticmethod
     def _is_still(stage: str, vnode: Vnode | None) -> bool:
-        if vnode is None or vnode.stage != stage:
+        if vnode is None:
             return True
         if vnode.change_lock.locked():
             return False  # who holds it may be waiting for room himself
+        if vnode.stage != stage:
+            return True
         return not (vnode.dirty or vnode.passed or vnode.backed or vnode.content.open)
 
     async def _move_published(self, stage: str, vnode: Vnode | None) -> bool:

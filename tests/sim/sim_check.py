@@ -152,7 +152,7 @@ class Checkers:
     def memory(self, life: Life) -> None:
         """Staging holds what is counted, to the page, and never more than its limit."""
         staging = life.staging
-        passing = {vnode.stage for vnode in life.parts.files._passing}  # what the kernel writes is counted soon
+        passing = {vnode.stage for vnode in life.parts.files.passing.vnodes}  # what the kernel writes is counted soon
         held = uncounted = 0
         files = os.path.dirname(staging.path("x"))
         for entry in os.scandir(files):

@@ -14,9 +14,10 @@ from dataclasses import dataclass
 from sim_check import Violation
 
 from cachexfs.core.records import FID_STEP
-from cachexfs.engine.files import WRITABLE, Files, Handle
+from cachexfs.engine.files import Files
 from cachexfs.engine.filesystem import Attr, Filesystem
 from cachexfs.engine.interfaces import Clock
+from cachexfs.engine.vnode import WRITABLE, Handle
 
 TICK_NS = 4_000_000  # the kernel's stamps are as coarse as its timer
 
@@ -62,7 +63,7 @@ class Kernel:
                 of.fd = os.dup(fd)
                 if any(o.backed and not _same(o.fd, of.fd) for o in others):
                     raise Violation("kernel: two backing files of one inode")
-                files.passed_on(handle)
+                files.passing.begin(handle)
         if not of.backed:
             files.keep_pages(handle)
             of.cached = handle.cached

@@ -152,7 +152,7 @@ class Life:
                 parts = self.parts
                 for task in (parts.replicator.run, parts.drainer.run, parts.keeper.run, self._takeover.run):
                     nursery.start_soon(task)
-                nursery.start_soon(parts.files.watch)
+                nursery.start_soon(parts.files.passing.watch)
                 nursery.start_soon(recover.verify, self.node)
                 await trio.sleep(self.node.random.choice([0, 0.001]))
                 self.resume(self.parts.files)
