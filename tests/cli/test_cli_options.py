@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from cachexfs import machine, options
+from cachexfs import machine
+from cachexfs.cli import options
 from cachexfs.cli.options import derived_port, load_options
 from cachexfs.config import MountOptions, NodeAddress
 from cachexfs.errors import UsageError
