@@ -1,4 +1,4 @@
-"""What this machine has: memory, addresses.
+"""What this machine has: memory, disks.
 
 Role: base layer; asked when options get their defaults and staging its size.
 """
@@ -6,15 +6,9 @@ Role: base layer; asked when options get their defaults and staging its size.
 from __future__ import annotations
 
 import os
-import socket
 import stat
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from cachexfs.errors import UsageError
-
-if TYPE_CHECKING:
-    from cachexfs.config import NodeAddress
 
 
 def memory_limit_bytes(root: str = "/") -> int:
@@ -51,32 +45,6 @@ def _text(path: str) -> str:
             return file.read()
     except OSError:
         return ""
-
-
-def is_local(host: str) -> bool:
-    """Whether a numeric address belongs to this machine (a name is not looked up)."""
-    try:
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        socket.inet_pton(family, host)
-        with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.bind((host, 0))
-    except OSError:
-        return False
-    return True
-
-
-def listen_host(own: NodeAddress, addresses: Sequence[NodeAddress]) -> str:
-    """The node's own address, or all interfaces ("") where its name leads to the loopback (Debian's 127.0.1.1)."""
-    if all(address.host == own.host for address in addresses):
-        return own.host
-    try:
-        found = socket.getaddrinfo(own.host, None, type=socket.SOCK_STREAM)
-    except OSError:
-        return ""
-    numeric = [str(entry[4][0]) for entry in found]
-    if any(address == own.host for address in numeric):
-        return own.host
-    return "" if any(address.startswith("127.") or address == "::1" for address in numeric) else numeric[0]
 
 
 _DISKS = ("ext2", "ext3", "ext4", "xfs", "btrfs", "f2fs", "zfs", "bcachefs")

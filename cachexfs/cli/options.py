@@ -17,11 +17,12 @@ from dataclasses import dataclass
 
 import msgspec
 
+from cachexfs.cli.addresses import is_local, listen_host
 from cachexfs.cli.identity import default_runtime_dir_for, resolve_user
 from cachexfs.config import MountOptions, NodeAddress, default_runtime_dir
 from cachexfs.core import hostlist, sizes
 from cachexfs.errors import UsageError
-from cachexfs.machine import is_local, listen_host, memory_limit_bytes
+from cachexfs.machine import memory_limit_bytes
 
 SECRET_BYTES_MIN = 16
 MEMORY_BYTES_MIN = 1 << 20
