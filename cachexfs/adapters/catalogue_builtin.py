@@ -189,22 +189,24 @@ class BuiltinCatalogue:
         return frames.good_length
 
     def _replay_items(self, items: Iterable[journal.Item]) -> None:
-        rows: list[Change] | None = []
+        """Rows and their end, if there is a snapshot, then mutations; nothing is held twice."""
+        rows, is_open = 0, True  # rows of a snapshot that has not ended; whether one may come
         for item in items:
             if isinstance(item, Mutation) and not rows:
                 if item.revision != self.view.revision + 1:
                     raise ValueError(f"revision {item.revision} follows {self.view.revision}")
                 self.view.apply(item.revision, changes_of(self.view, item.revision, item.changes))
-                rows = None
-            elif isinstance(item, Mutation) or rows is None:
+                is_open = False
+            elif isinstance(item, Mutation) or not is_open:
                 raise ValueError("mutations and snapshot are not in order")
             elif isinstance(item, Rows):
-                rows += [Change(*row) for row in item.rows]
+                rows += len(item.rows)
+                self.view.apply(0, [Change(*row) for row in item.rows])
             else:
-                if item.count != len(rows):
-                    raise ValueError(f"a snapshot has {len(rows)} of {item.count} rows")
-                self.view.apply(item.revision, rows)
-                rows = None
+                if item.count != rows:
+                    raise ValueError(f"a snapshot has {rows} of {item.count} rows")
+                self.view.apply(item.revision, [])
+                rows, is_open = 0, False
         if rows:
             raise ValueError("a snapshot has no end")
 

@@ -282,8 +282,8 @@ async def test_mending_leaves_out_what_is_damaged_and_keeps_all_else(tmp_path: P
 
 async def test_mending_a_whole_journal_changes_nothing_and_one_in_use_is_left_alone(tmp_path: Path) -> None:
     with opened(tmp_path) as catalogue:
-        for _ in range(5):
-            await catalogue.mutate(adder(FID))
+        for number in range(5):
+            await catalogue.mutate(namer(ROOT_FID, b"%d" % number, (number + 2) * FID_STEP))
         with pytest.raises(UsageError, match="uses"):
             mend(tmp_path)
         before = state(catalogue.view)
