@@ -97,3 +97,8 @@ class Injection:
     def injected(self) -> list[str]:
         """Those that got an error from us."""
         return [line for line in self.calls() if "(INJECTED)" in line]
+
+
+def bare_names(pfs: Path) -> set[str]:
+    """The users' names in a PFS directory."""
+    return {name for name in os.listdir(pfs) if name != ".cachexfs"}
