@@ -194,6 +194,8 @@ class ControlServer:
         for key, text in drainer.progress.errors.items():
             op = view.op(key)
             errors.append({"path": (_text(op.path) or ".") if op else "", "error": text, "node": node.name})
+        for lost, origin, text in self.parts.losses.errors():
+            errors.append({"path": _text(lost), "error": text, "node": origin})
         shown = {e["path"] for e in errors}
         for fid, record in view.failing():
             path = self.parts.reader.path(fid)
@@ -359,12 +361,14 @@ class ControlServer:
         return found
 
     async def _drain(self, send: Send, deadline_s: float, *, patient: bool) -> None:
-        """Wait for the drain; without a time given, until nothing lands for a while and errors say why."""
+        """Wait for the drain; without a time given, until nothing lands for a while and errors, or a commit file that
+        does not come, say why."""
         progress, landed, since_s = self.parts.drainer.progress, -1, trio.current_time()
         while trio.current_time() < deadline_s and self._undrained():
             if progress.landed_ops != landed:
                 landed, since_s = progress.landed_ops, trio.current_time()
-            if not patient and progress.errors and trio.current_time() - since_s > STALLED_S:
+            hopeless = progress.errors or not self.parts.drainer.in_progress()
+            if not patient and hopeless and trio.current_time() - since_s > STALLED_S:
                 return
             await send({"progress": self._left()})
             await trio.sleep(POLL_S)

@@ -49,12 +49,14 @@ from cachexfs.core.records import FID_STEP, FORMAT_VERSION, ROOT_FID, Job, Life
 from cachexfs.core.replica import Tx
 from cachexfs.engine import recover
 from cachexfs.engine.attributes import Attributes
+from cachexfs.engine.claims import Claims
 from cachexfs.engine.completeness import Completeness
 from cachexfs.engine.drain import Drainer
 from cachexfs.engine.files import Files
 from cachexfs.engine.filesystem import Filesystem, Parts
 from cachexfs.engine.hold import Keeper
 from cachexfs.engine.interfaces import Catalogue
+from cachexfs.engine.losses import Losses
 from cachexfs.engine.node import Node
 from cachexfs.engine.pfs_import import Importer
 from cachexfs.engine.recover import Takeover
@@ -143,10 +145,12 @@ class Daemon:
             open_files = {h.node // FID_STEP * FID_STEP: h.node for h in handles if not h.is_dir}
             await recover.adopt(node, parts.keeper, parts.files, open_files, self._set_aside())
             parts.drainer.load()
-            watch = parts.files.passing.watch
-            for task in (parts.replicator.run, parts.drainer.run, parts.keeper.run, takeover.run, watch):
+            parts.claims.load()
+            parts.losses.load()
+            for task in (parts.replicator.run, parts.drainer.run, parts.claims.run, parts.keeper.run, takeover.run):
                 services.start_soon(task)
             services.start_soon(completeness.run)
+            services.start_soon(parts.files.passing.watch)
             services.start_soon(self._forecast.run)
             services.start_soon(self._retention.run)
             services.start_soon(recover.verify, node)
@@ -260,6 +264,9 @@ class Daemon:
         drainer = Drainer(node, files, source)
         keeper = Keeper(node, files)
         completeness = Completeness(node, files, source, FormatChild())
+        claims = Claims(node, completeness, drainer)
+        keeper.on_pressure = claims.pressed
+        losses = Losses(node, completeness)
         takeover = Takeover(node)
         source.keeper, source.replicator = keeper, replicator
         node.members = completeness.members_of
@@ -269,11 +276,13 @@ class Daemon:
         files.on_orphan_closed = keeper.check
         self._forecast = Forecast(node, completeness, self._records_path())
         self._retention = Retention(node, keeper, completeness)
-        for part in (self._forecast, keeper, replicator, drainer, takeover, self._retention):
+        for part in (self._forecast, keeper, replicator, drainer, claims, losses, takeover, self._retention):
             catalogue.listen(part.notice)
         attributes = Attributes(node, files, completeness)
         attributes.eta_s = self._forecast.eta_s
-        parts = Parts(node, files, source, replicator, drainer, keeper, Importer(node, source), attributes)
+        parts = Parts(
+            node, files, source, replicator, drainer, keeper, Importer(node, source), attributes, claims, losses
+        )
         return parts, completeness, takeover
 
     def _records_path(self) -> Path:
@@ -525,10 +534,13 @@ class Daemon:
             self.exit_code = EXIT_NOT_DURABLE
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._cancel_when_stopped, control, nursery.cancel_scope)
-            while parts.drainer.own_pending():
+            while parts.drainer.in_progress():
                 await parts.drainer.changed()
             nursery.cancel_scope.cancel()
-        if parts.drainer.own_pending():
+        if (
+            left := parts.drainer.own_pending()
+        ):  # perhaps held for a commit file that nobody can write any more, or lost
+            log.error("%d operations are not done; 'cachexfs recover' says what they are", len(left))
             self.exit_code = EXIT_NOT_DURABLE
 
     @staticmethod

@@ -64,6 +64,9 @@ def _move(context: Context, source: tuple[int, bytes], target: tuple[int, bytes]
     if there is not None and not over and there != found:
         raise FileExistsError(errno.EEXIST, "a held file of this name is there", os.fsdecode(target[1]))
     context.monitor.note(found)
+    if there == found and not stat.S_ISDIR(os.stat(source[1], dir_fd=source[0], follow_symlinks=False).st_mode):
+        os.unlink(source[1], dir_fd=source[0])  # a power failure has left both names; rename(2) would do nothing
+        return
     os.rename(source[1], target[1], src_dir_fd=source[0], dst_dir_fd=target[0])
     _sync(target[1], target[0])
 

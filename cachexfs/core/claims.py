@@ -1,21 +1,37 @@
-"""Commit files on the PFS, and when their claim must fall: before what they name changes there.
+"""Commit files on the PFS, and when their claim falls there: before what they name changes.
 
-Role: pure; see ``changes``. ``namespace`` and ``publication`` ask before they change a file.
+Role: pure; see ``changes``. A member that is *removed* takes the commit file off the PFS first. A member that is
+*overwritten* must not take the last whole checkpoint away while the next one is being written: the withdrawal is issued
+*held*, all that is later in the directory waits for it (``order``), ready under hidden names, and ``engine/claims``
+releases it when the mount has another commit file there and everything before that is ready (``successor``), or when
+the commit file turns out to be whole with its new members: then it comes back after them (``restore``).
 """
 
 from __future__ import annotations
 
-from cachexfs.core.changes import Ctx, issue, join
+from enum import Enum
+
+import msgspec
+
+from cachexfs.core.changes import Ctx, issue, join, path_of
 from cachexfs.core.commitfiles import is_commit_name
+from cachexfs.core.order import PendingOrder, lands_at, parent_of, paths_of
 from cachexfs.core.records import Op, OpKind
-from cachexfs.core.replica import Tx
+from cachexfs.core.replica import Replica, Tx
+
+_LANDS = (OpKind.PUT, OpKind.RENAME, OpKind.LINK, OpKind.RESTORE)
+_NEXT = (OpKind.PUT, OpKind.RENAME, OpKind.LINK, OpKind.UNLINK, OpKind.SYMLINK, OpKind.MKNOD)
 
 
-def withdraw_commits(tx: Tx, ctx: Ctx, parent: int, above: bytes, name: bytes) -> bool:
+def withdraw_commits(
+    tx: Tx, ctx: Ctx, parent: int, above: bytes, name: bytes, *, hold: bool, torn: bool = False
+) -> bool:
     """Before a member changes or goes: take the commit files that name it off the PFS.
 
-    They stay in the mount; ``restartable`` there follows from generations. A commit file whose members are not
-    known counts as naming everything beside it. Returns whether one of them has still to land before it is withdrawn.
+    ``hold``: not before the next commit file is ready. ``torn``: what those that have still to land need is not there
+    any more, so they must not be seen there at all. They stay in the mount; ``restartable`` there follows from
+    generations. A commit file whose members are not known counts as naming everything beside it. Returns whether one of
+    them has still to land before it is withdrawn.
     """
     claimed = False
     if is_commit_name(name):
@@ -28,19 +44,88 @@ def withdraw_commits(tx: Tx, ctx: Ctx, parent: int, above: bytes, name: bytes) -
         if inode is None:
             continue
         visible = inode.pfs is not None and not inode.pfs.hidden
-        landing = False
+        landing, pending = False, b""
         gens = {inode.gen, inode.pfs.gen if inode.pfs is not None else inode.gen}
-        for _, op in tx.ops_of(entry.fid):
-            if op.kind in (OpKind.PUT, OpKind.RENAME, OpKind.LINK):
-                visible = landing = True
+        for key, op in tx.ops_of(entry.fid):
+            if op.kind in _LANDS:
+                visible, landing = True, landing or op.kind != OpKind.RESTORE
                 gens.add(op.gen or inode.gen)
             elif op.kind == OpKind.WITHDRAW:
-                visible = False
+                visible, pending = False, key
         listed = [ctx.members_of(entry.fid, gen) for gen in gens]
         if not any(members is None or name in members for members in listed):
             continue
         claimed = claimed or landing
+        path = join(above, commit)
+        for key, op in tx.ops_of(entry.fid) if torn else ():
+            if op.kind in _LANDS and lands_at(op) == path:
+                tx.put(key, msgspec.structs.replace(op, cancelled=True))
         if visible:
-            path = join(above, commit)
-            issue(tx, ctx, Op(OpKind.WITHDRAW, path, ctx.node, fid=entry.fid, gen=inode.gen))
+            issue(tx, ctx, Op(OpKind.WITHDRAW, path, ctx.node, fid=entry.fid, gen=inode.gen, held=hold))
+        elif pending and not hold:
+            release(tx, pending)
     return claimed
+
+
+def release(tx: Tx, key: bytes) -> bool:
+    """Let a held withdrawal land. False when it is not there, or not held."""
+    op = tx.read(key)
+    if not isinstance(op, Op) or not op.held:
+        return False
+    tx.put(key, msgspec.structs.replace(op, held=False))
+    return True
+
+
+def restore(tx: Tx, ctx: Ctx, fid: int) -> None:
+    """A withdrawn commit file comes back after everything earlier in or below its directory, if it is whole then."""
+    inode = tx.inode(fid)
+    if inode is None or not tx.names_of(fid) or any(op.kind == OpKind.RESTORE for _, op in tx.ops_of(fid)):
+        return
+    path = path_of(tx, fid)
+    op = Op(OpKind.RESTORE, path, ctx.node, fid=fid, gen=inode.gen, commit=True, below=parent_of(path))
+    issue(tx, ctx, op)
+
+
+class Successor(Enum):
+    """What the mount has instead of a commit file that is to be withdrawn."""
+
+    NONE = "none"  # itself, or not everything before the next one is ready
+    REMOVED = "removed"
+    REPLACED = "replaced"
+
+
+def successor(view: Replica, order: PendingOrder, key: bytes) -> Successor:
+    """What comes after a held withdrawal, once all files that land before the next commit file are ready.
+
+    A commit file that is not on the PFS anyway counts as replaced.
+    """
+    op, seq = order.op(key), order.seq(key)
+    if op is None:
+        return Successor.NONE
+    inode = view.inode(op.fid)
+    mine = [(order.seq(k), o) for k, o in view.ops_of(op.fid) if order.op(k) is not None]
+    absent = inode is not None and (inode.pfs is None or bool(inode.pfs.hidden))
+    if absent and not any(s < seq and o.kind in _LANDS for s, o in mine):
+        return Successor.REPLACED
+    end, kind, lands = None, "", False
+    for at, later in order.after(key, parent_of(op.path)):
+        if later.kind == OpKind.WITHDRAW and later.path == op.path and lands:
+            break  # the one after the next
+        if later.kind in _NEXT and op.path in paths_of(later):
+            end, kind = at, later.kind if lands_at(later) == op.path else OpKind.UNLINK
+            lands = kind != OpKind.UNLINK and view.inode(later.fid) is not None
+    gone = inode is None or inode.gen != op.gen or any(s > seq and o.kind == OpKind.RENAME for s, o in mine)
+    if not (end is not None or gone) or not all_ready(order, key, end):
+        return Successor.NONE
+    return Successor.REMOVED if kind == OpKind.UNLINK else Successor.REPLACED
+
+
+def all_ready(order: PendingOrder, key: bytes, end: tuple[int, bytes] | None = None) -> bool:
+    """Whether all files that land after a withdrawal in or below its directory, up to ``end``, are ready."""
+    op = order.op(key)
+    for seq, later in order.after(key, parent_of(op.path)) if op is not None else ():
+        if end is not None and seq > end:
+            break
+        if later.kind == OpKind.PUT and not later.cancelled and not later.ready:
+            return False
+    return True

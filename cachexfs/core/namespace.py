@@ -169,7 +169,7 @@ def unlink(tx: Tx, ctx: Ctx, parent: int, name: bytes) -> int:
     if entry.kind == "d":
         raise FsError(errno.EISDIR)
     above = path_of(tx, parent)
-    claimed = withdraw_commits(tx, ctx, parent, above, name)
+    claimed = withdraw_commits(tx, ctx, parent, above, name, hold=False)
     tx.delete(dirent_key(parent, name))
     touch(tx, ctx, parent)
     _remove_name(tx, ctx, entry.fid, join(above, name), claimed=claimed)
@@ -276,9 +276,9 @@ def rename(tx: Tx, ctx: Ctx, parent: int, name: bytes, parent2: int, name2: byte
     covers = None if present or replaced is None else _covered(tx, replaced)
     claimed = False
     if entry.kind != "d":
-        withdraw_commits(tx, ctx, parent, above, name)
+        withdraw_commits(tx, ctx, parent, above, name, hold=False)
         if replaced is not None:
-            claimed = withdraw_commits(tx, ctx, parent2, above2, name2)
+            claimed = withdraw_commits(tx, ctx, parent2, above2, name2, hold=True)
     if replaced is not None:
         tx.put(dirent_key(parent2, name2), entry)
         if replaced.kind == "d":

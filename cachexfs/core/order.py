@@ -16,7 +16,7 @@ Directory attributes (``DIRATTR``) are not ordered: they come when nothing in or
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Container, Iterator
 
 from cachexfs.core.commitfiles import is_unfinished_marker
 from cachexfs.core.records import Op, OpKind
@@ -79,7 +79,11 @@ class _Queue:
         self._live.discard(seq)
         return not self._live
 
-    def first(self, passing: Collection[bytes] = ()) -> Seq | None:
+    def members(self) -> Iterator[Seq]:
+        """All, in order."""
+        return (seq for seq in self._items[self._head :] if seq in self._live)
+
+    def first(self, passing: Container[bytes] = ()) -> Seq | None:
         """The smallest, but for those whose key is in ``passing``."""
         items, live = self._items, self._live
         while self._head < len(items) and items[self._head] not in live:
@@ -123,11 +127,11 @@ class PendingOrder:
             if queue is not None and queue.discard(seq):
                 del table[path]
 
-    def blocker(self, key: bytes, passing: Collection[bytes] = ()) -> bytes | None:
+    def blocker(self, key: bytes, passing: Container[bytes] = ()) -> bytes | None:
         """Key of an operation that must land before ``key``; None when it may land now.
 
-        ``passing``: operations that a commit operation does not wait for because they are in or below its directory
-        (but because of their path it does).
+        ``passing``: operations that a commit operation does not wait for though they are in or below its directory (but
+        because of their path it does): see ``waits``.
         """
         found = self._ops.get(key)
         if found is None:
@@ -135,7 +139,7 @@ class PendingOrder:
         seq, op = found
         if op.kind == OpKind.DIRATTR:
             return self._first_of((self._under, op.path), (self._at, op.path), before=None)
-        for path in _paths(op):
+        for path in paths_of(op):
             first = self._first_of((self._at, path), before=seq)
             for directory in ancestors(path) if first is None else ():
                 first = self._first_of((self._at, directory), (self._first, directory), before=seq)
@@ -153,6 +157,22 @@ class PendingOrder:
             return first
         return None
 
+    def op(self, key: bytes) -> Op | None:
+        """A pending operation as it is now."""
+        found = self._ops.get(key)
+        return found[1] if found is not None else None
+
+    def seq(self, key: bytes) -> Seq:
+        """The place of a pending operation. Raises ``KeyError``."""
+        return self._ops[key][0]
+
+    def after(self, key: bytes, directory: bytes) -> Iterator[tuple[Seq, Op]]:
+        """Operations in or below a directory later than ``key``, in order."""
+        start, queue = self._ops[key][0], self._under.get(directory)
+        for seq in queue.members() if queue is not None else ():
+            if seq > start:
+                yield seq, self._ops[seq[1]][1]
+
     def pending_below(self, path: bytes) -> bool:
         """Whether anything at or below a path is pending."""
         return path in self._under or path in self._at
@@ -165,11 +185,11 @@ class PendingOrder:
         for seq, op in self._ops.values():
             if not start < seq < end or op.kind == OpKind.DIRATTR:
                 continue
-            if any(_covers(p, path) or _covers(path, p) for p in _paths(op)):
+            if any(covers(p, path) or covers(path, p) for p in paths_of(op)):
                 return True
-            if op.commit and _covers(op.below, path):
+            if op.commit and covers(op.below, path):
                 return True
-            if op.target is not None and _covers(op.target, path):
+            if op.target is not None and covers(op.target, path):
                 return True
         return False
 
@@ -189,12 +209,12 @@ class PendingOrder:
             if op.kind not in (OpKind.PUT, OpKind.RENAME, OpKind.LINK):
                 continue
             name = (op.path if op.kind == OpKind.PUT else op.path2).rpartition(b"/")[2]
-            if lists_members(name) and _covers(op.below, put.path) and live(op.fid):
+            if lists_members(name) and covers(op.below, put.path) and live(op.fid):
                 return True
         return False
 
     def _first_of(
-        self, *places: tuple[dict[bytes, _Queue], bytes], before: Seq | None, passing: Collection[bytes] = ()
+        self, *places: tuple[dict[bytes, _Queue], bytes], before: Seq | None, passing: Container[bytes] = ()
     ) -> bytes | None:
         for table, path in places:
             queue = table.get(path)
@@ -207,7 +227,7 @@ class PendingOrder:
         if op.kind == OpKind.DIRATTR:
             return []
         places: list[tuple[dict[bytes, _Queue], bytes]] = []
-        for path in _paths(op):
+        for path in paths_of(op):
             places.append((self._at, path))
             places += [(self._under, directory) for directory in ancestors(path)]
             if is_unfinished_marker(path.rpartition(b"/")[2]) or (path == op.path and _takes_claim(op)):
@@ -215,10 +235,16 @@ class PendingOrder:
         return places
 
 
-def _paths(op: Op) -> tuple[bytes, ...]:
+def paths_of(op: Op) -> tuple[bytes, ...]:
+    """The paths that an operation changes."""
     return (op.path, op.path2) if op.kind in (OpKind.RENAME, OpKind.LINK) else (op.path,)
 
 
-def _covers(directory: bytes, path: bytes) -> bool:
+def lands_at(op: Op) -> bytes:
+    """The path at which an operation makes something."""
+    return op.path2 if op.kind in (OpKind.RENAME, OpKind.LINK) else op.path
+
+
+def covers(directory: bytes, path: bytes) -> bool:
     """Whether ``path`` is ``directory`` or lies below it."""
     return not directory or path == directory or path.startswith(directory + b"/")

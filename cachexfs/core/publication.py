@@ -31,7 +31,8 @@ def begin_change(tx: Tx, ctx: Ctx, fid: int) -> None:
 @dataclass(frozen=True, slots=True)
 class Content:
     """What a publication says of the bytes. ``target`` is where a tracker's content points, relative to the
-    mount; ``copies`` are those that are whole at this moment."""
+    mount; ``copies`` are those that are whole at this moment. ``torn``: it may lie over an earlier content in the same
+    staged file."""
 
     size: int
     digest: bytes
@@ -40,6 +41,7 @@ class Content:
     copies: tuple[Copy, ...]
     mtime_ns: int
     target: bytes | None = None
+    torn: bool = False
 
 
 def publish(tx: Tx, ctx: Ctx, fid: int, base_gen: int, content: Content) -> Generation | None:
@@ -73,9 +75,11 @@ def publish(tx: Tx, ctx: Ctx, fid: int, base_gen: int, content: Content) -> Gene
     tx.put(inode_key(fid), new)
     generation = Generation(gen, content.size, content.digest, content.tree, content.stage, ctx.node, conflict=conflict)
     tx.put(generation_key(fid), generation)
-    if inode.pfs is not None or tx.ops_of(fid):
+    pending = tx.ops_of(fid)
+    torn = content.torn and any(o.kind == OpKind.PUT and o.stage == content.stage and not o.ready for _, o in pending)
+    if inode.pfs is not None or pending:
         for parent, name in names:
-            withdraw_commits(tx, ctx, parent, path_of(tx, parent), name)
+            withdraw_commits(tx, ctx, parent, path_of(tx, parent), name, hold=not torn, torn=torn)
     _issue_put(tx, ctx, fid, path, gen, content)
     return generation
 

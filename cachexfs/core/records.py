@@ -139,6 +139,7 @@ class OpKind:
     ATTR = "attr"
     DIRATTR = "dirattr"
     WITHDRAW = "withdraw"
+    RESTORE = "restore"
 
 
 class Op(Record, frozen=True, tag="p"):
@@ -146,7 +147,9 @@ class Op(Record, frozen=True, tag="p"):
 
     ``owner`` is the node that carries it out while it lives. ``commit`` marks a commit operation, ``below`` the
     directory whose earlier changes it waits for ("" is the root) and ``target`` a second one for pointers.
-    ``stage`` and ``size`` say which bytes a PUT lands: exactly those, also when a later generation exists.
+    ``stage`` and ``size`` say which bytes a PUT lands: exactly those, also when a later generation exists. ``ready``:
+    they lie on the PFS under a hidden name, synced, with their record. ``held`` marks a withdrawal that waits until
+    the next commit file is ready. ``parked`` says how the PFS has refused it repeatedly.
     """
 
     kind: str
@@ -161,6 +164,14 @@ class Op(Record, frozen=True, tag="p"):
     cancelled: bool = False
     size: int = 0
     stage: str = ""
+    ready: bool = False
+    held: bool = False
+    parked: str = ""
+
+    @property
+    def hidden(self) -> str:
+        """Of a PUT: the name below ``.cachexfs/tmp`` under which its bytes are made ready."""
+        return f"{self.stage or f'{self.fid:x}.{self.gen:x}'}-{self.size:x}"
 
 
 class Node(Record, frozen=True, tag="n"):

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import errno
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Collection, Iterator
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import trio
@@ -66,7 +66,7 @@ class Checkpoint:
     first_s: float = 0.0
     holders: tuple[str, ...] = ()
     error: str = ""
-    needed: Collection[Name] = ()  # its files, commit files among them; empty while that is not known
+    needs: Mapping[Name, int] = field(default_factory=dict)  # file ids of what it needs, as far as it is there
 
     @property
     def t_restartable_s(self) -> float:
@@ -184,7 +184,7 @@ class Completeness:
             self._sum(result, tree, set(tree))
             return result
         needed = {members.commit, *members.needs, *(commit for _, commit in found)}
-        result.needed = frozenset(needed & tree.keys())
+        result.needs = {name: tree[name][0] for name in needed if name in tree}
         self._judge(result, tree, members, needed)
         self._sum(result, tree, needed)
         return result
@@ -253,7 +253,7 @@ class Completeness:
         self, fid: int, tree: dict[bytes, tuple[int, Inode]], commits: Collection[bytes], patience_s: float
     ) -> Members | str:
         generations = tuple((name, tree[name][0], tree[name][1].gen) for name in commits if name in tree)
-        key = (fid, generations, len(tree), hash(frozenset(tree)))
+        key = (fid, generations, len(tree), hash((frozenset(tree), self._lost(tree))))
         if key in self._parsed:
             self._parsed.move_to_end(key)
             return self._parsed[key]
@@ -289,15 +289,19 @@ class Completeness:
         del self._reading[key]
         self._keep(key, reading.result, tree)
 
+    def _lost(self, tree: dict[bytes, tuple[int, Inode]]) -> frozenset[bytes]:
+        return frozenset(name for name, (f, inode) in tree.items() if self.node.boundary(f, inode) == Boundary.LOST)
+
     async def _parse(self, tree: dict[bytes, tuple[int, Inode]]) -> Members | None:
-        bridge = _Bridge(self.reader, self.files, self.node, tree)
+        lost = self._lost(tree)
+        bridge = _Bridge(self.reader, self.files, self.node, tree, lost)
         if self._apart is None:
             return await trio.to_thread.run_sync(formats.describe, bridge)
         bridge.bytes_left = THREAD_BYTES_MAX
         try:
             return await trio.to_thread.run_sync(formats.describe, bridge)
         except _TooMuchError:
-            sizes = {path: inode.size for path, (_, inode) in tree.items()}
+            sizes = {path: inode.size for path, (_, inode) in tree.items() if path not in lost}
             return await self._apart.describe(sizes, bridge.fetch)
 
     def _keep(self, key: _Key, members: Members | str, tree: dict[bytes, tuple[int, Inode]]) -> None:
@@ -363,19 +367,24 @@ class _TooMuchError(CacheXError):
 
 
 class _Bridge:
-    """``formats.Files`` over the engine, for a parser that runs in a thread and may read ``bytes_left``."""
+    """``formats.Files`` over the engine, for a parser that runs in a thread and may read ``bytes_left``.
+
+    What is lost has a name and no size: it is named by who needs it, and nobody asks for its bytes.
+    """
 
     bytes_left: float = float("inf")
 
-    def __init__(self, reader: Reader, files: Files, node: Node, tree: dict[bytes, tuple[int, Inode]]) -> None:
-        self._reader, self._files, self._node, self._tree = reader, files, node, tree
+    def __init__(
+        self, reader: Reader, files: Files, node: Node, tree: dict[bytes, tuple[int, Inode]], lost: Collection[bytes]
+    ) -> None:
+        self._reader, self._files, self._node, self._tree, self._lost = reader, files, node, tree, lost
 
     def names(self) -> Collection[bytes]:
         return self._tree.keys()
 
     def size(self, name: bytes) -> int | None:
         found = self._tree.get(name)
-        return found[1].size if found is not None else None
+        return found[1].size if found is not None and name not in self._lost else None
 
     def read(self, name: bytes, offset: int, length: int) -> bytes:
         self.bytes_left -= min(length, self.size(name) or 0)

@@ -54,20 +54,28 @@ class Reader:
 
     def pfs_path(self, fid: int) -> bytes | None:
         """Where a file lies on the PFS now: its name, taken back through what has not landed."""
+        return next(iter(self._pfs_paths(fid)), None)
+
+    def _pfs_paths(self, fid: int) -> list[bytes]:
+        """The same, then where it lies once each of that has landed: perhaps it has, and only the record is missing."""
         view = self.node.catalogue.view
         inode = view.inode(fid)
         if inode is not None and inode.pfs is not None and inode.pfs.hidden:
-            return b".cachexfs/held/" + inode.pfs.hidden.encode()
+            return [b".cachexfs/held/" + inode.pfs.hidden.encode()]
         path = self.path(fid)
         if path is None:
-            return None
+            return []
+        found = [path]
         renames = [op for _, op, _ in view.ops() if op.kind in (OpKind.RENAME, OpKind.LINK)]
         for op in reversed(renames):
             if path == op.path2:
                 path = op.path
             elif path.startswith(op.path2 + b"/"):
                 path = op.path + path[len(op.path2) :]
-        return path
+            else:
+                continue
+            found.append(path)
+        return found[::-1]
 
     # ---- reading
     async def read(self, fid: int, content: Generation, offset: int, length: int) -> bytes:
@@ -198,10 +206,14 @@ class Reader:
             return await self.node.peers.read(name, stage, offset, length)
 
     async def _read_pfs(self, fid: int, offset: int, length: int) -> bytes:
-        path = self.pfs_path(fid)
-        if path is None or self.node.pfs is None:
-            raise FileNotFoundError(errno.ENOENT, "no name on the PFS")
-        return await self.node.pfs.read(path, offset, length, PFS_DEADLINE_S)
+        missing = FileNotFoundError(errno.ENOENT, "no name on the PFS")
+        for path in self._pfs_paths(fid) if self.node.pfs is not None else ():
+            try:
+                assert self.node.pfs is not None
+                return await self.node.pfs.read(path, offset, length, PFS_DEADLINE_S)
+            except FileNotFoundError as error:
+                missing = error
+        raise missing
 
     async def _block_digests(self, fid: int, content: Generation, holder: str | None) -> list[bytes] | None:
         """Block digests of a content, checked against the catalogue.

@@ -80,9 +80,9 @@ class Drill:
         if checkpoint.missing:
             pieces = [f"{_shown(p.name)}: {p.reason}" for p in checkpoint.missing[:3]]
             report.reason = "it is not restartable now: " + "; ".join(pieces)
-        if not checkpoint.needed:
+        if not checkpoint.needs:
             report.reason = report.reason or f"{_shown(checkpoint.commit)} cannot be read"
-        needed = sorted(set(checkpoint.needed) & tree.keys() or {checkpoint.commit} & tree.keys())
+        needed = sorted(set(checkpoint.needs) & tree.keys() or {checkpoint.commit} & tree.keys())
         self._note(report)
         found: dict[bytes, Drilled] = {}
         slots = trio.CapacityLimiter(READERS_MAX)

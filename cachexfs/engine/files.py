@@ -502,7 +502,10 @@ class Files:
         else:
             digest, tree, _ = await self._digests(vnode, version, size)
         copies = self._copies(vnode, version, stage, size)
-        content = Content(size, digest, tree, stage if size else "", copies, vnode.mtime_ns, self._target(vnode, size))
+        content = Content(
+            size, digest, tree, stage if size else "", copies, vnode.mtime_ns, self._target(vnode, size),
+            torn=vnode.passed > 0,
+        )  # fmt: skip
         ctx, base = self.node.ctx(), vnode.content.gen
         change = self.node.requests.once(
             request, lambda tx: int(publication.publish(tx, ctx, vnode.fid, base, content) is not None)

@@ -24,10 +24,12 @@ from cachexfs.core.order import parent_of
 from cachexfs.core.records import FID_STEP, Inode, OpKind
 from cachexfs.core.replica import Tx
 from cachexfs.engine.attributes import PREFIX, Attributes
+from cachexfs.engine.claims import Claims
 from cachexfs.engine.content import Reader
 from cachexfs.engine.drain import Drainer
 from cachexfs.engine.files import Files
 from cachexfs.engine.hold import Keeper
+from cachexfs.engine.losses import Losses
 from cachexfs.engine.node import Node
 from cachexfs.engine.pfs_import import Importer
 from cachexfs.engine.replicate import Replicator
@@ -72,6 +74,8 @@ class Parts:
     keeper: Keeper
     importer: Importer
     attributes: Attributes
+    claims: Claims
+    losses: Losses
 
 
 class Filesystem:
@@ -165,8 +169,9 @@ class Filesystem:
         return ino // FID_STEP * FID_STEP
 
     # ---- names
-    async def lookup(self, parent: int, name: bytes) -> Attr:
-        """The entry ``name`` of a directory. Raises ENOENT (never a cached negative)."""
+    async def lookup(self, parent: int, name: bytes, *, withheld: bool = False) -> Attr:
+        """The entry ``name`` of a directory. Raises ENOENT (never a cached negative); also for a commit file that needs
+        what is lost, unless ``withheld``."""
         fresh = await self._current(parent)
         if len(name) > changes.NAME_BYTES_MAX:
             raise FsError(errno.ENAMETOOLONG)
@@ -175,7 +180,7 @@ class Filesystem:
         entry = self.node.catalogue.view.lookup(parent, name)
         if entry is None and not fresh:
             raise FsError(errno.EIO, f"cannot tell whether {quoted(name)} exists: the catalogue does not answer")
-        if entry is None:
+        if entry is None or (not withheld and await self.parts.losses.hides(parent, name)):
             raise FsError(errno.ENOENT)
         return self._entry(entry.fid, entry.kind)
 
@@ -226,7 +231,8 @@ class Filesystem:
         found = []
         for name, entry in list(self.node.catalogue.view.children(self._fid(ino)).items()):
             try:
-                found.append((name, self._entry(entry.fid, entry.kind)))
+                if not await self.parts.losses.hides(self._fid(ino), name):
+                    found.append((name, self._entry(entry.fid, entry.kind)))
             except FsError:
                 continue
         return found
@@ -244,7 +250,7 @@ class Filesystem:
             except FsError as error:
                 if error.errno != errno.EEXIST or flags & os.O_EXCL:
                     raise
-                found = await self.lookup(parent, name)
+                found = await self.lookup(parent, name, withheld=True)
                 if found.kind != "f":
                     raise FsError(errno.EISDIR if found.kind == "d" else errno.EEXIST) from None
                 return await self.open(found.ino, flags), found
@@ -336,6 +342,10 @@ class Filesystem:
             return
         await self._current(parent)
         await self._import_child(parent, name)
+        entry = self.node.catalogue.view.lookup(parent, name)
+        if entry is not None:
+            for left in await self.parts.losses.only_withheld(entry.fid):
+                await self.unlink(entry.fid, left)  # nobody sees it, so nobody else can
         ctx = self.node.ctx()
         await self._mutate(lambda tx: namespace.rmdir(tx, ctx, parent, name), request)
 
@@ -374,9 +384,11 @@ class Filesystem:
         for commit in view.listers(parent):
             found = view.lookup(parent, commit)
             record = view.inode(found.fid) if found is not None else None
-            if found is None or record is None or commit == name or record.pfs is None:
+            if found is None or record is None or commit == name:
                 continue
-            if completeness.members_of(found.fid, record.pfs.gen) is None and record.pfs.gen == record.gen:
+            if record.pfs is None and not view.ops_of(found.fid):
+                continue  # it neither is on the PFS nor will be before this change
+            if completeness.members_of(found.fid, record.gen) is None:
                 try:
                     with trio.move_on_after(MEMBERS_PATIENCE_S):
                         await completeness.checkpoint(parent)
@@ -554,10 +566,12 @@ class Filesystem:
         if path is None:
             return
         with trio.move_on_after(self.node.options.fsync_timeout_s):
+            drainer = self.parts.drainer  # what is held for the next commit file is safe with its recovery record
             while any(
-                parent_of(op.path) == path and op.kind != OpKind.DIRATTR for _, op in self.parts.drainer.own_pending()
+                parent_of(op.path) == path and op.kind != OpKind.DIRATTR and not drainer.waits.is_held(key)
+                for key, op in drainer.own_pending()
             ):
-                await self.parts.drainer.changed()
+                await drainer.changed()
             return
         raise FsError(errno.EIO, "fsync: the directory's names did not reach the PFS in time")
 

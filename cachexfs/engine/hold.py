@@ -9,6 +9,7 @@ Concurrency: decisions are synchronous; removing a replica and telling the catal
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 
 import trio
 
@@ -36,6 +37,8 @@ class Keeper:
         self.spiller.on_full = self._make_spill_room
         self.evicted_bytes = 0
         self._is_spilling = False
+        #: called when a writer gets no room though everything on the PFS is evicted and nothing more can be spilled
+        self.on_pressure: Callable[[], None] = lambda: None
 
     async def run(self) -> None:
         """Carry out removals, until cancelled."""
@@ -109,6 +112,8 @@ class Keeper:
             self._evict(fid, stage)
             if staging.used_bytes + length <= staging.limit_bytes:
                 return True
+        if not self.spiller.can_take(1):
+            self.on_pressure()
         return False
 
     def _evict(self, fid: int, stage: str) -> None:

@@ -17,8 +17,8 @@ import trio
 from cachexfs.config import MountOptions
 from cachexfs.core.boundary import Boundary, boundary_of
 from cachexfs.core.changes import Ctx
-from cachexfs.core.records import FID_STEP, ROOT_FID, Copy, Inode
-from cachexfs.engine.interfaces import Catalogue, Clock, Peers, Pfs, ReplicaHolder, StagingArea
+from cachexfs.core.records import FID_STEP, ROOT_FID, Copy, DirTimes, Inode
+from cachexfs.engine.interfaces import Catalogue, Clock, Peers, Pfs, PfsAttrs, ReplicaHolder, StagingArea
 from cachexfs.engine.requests import Requests
 
 log = logging.getLogger(__name__)
@@ -143,6 +143,8 @@ class Node:
         copies = len({copy.node for copy in self.live_copies(inode)})
         if inode.size == 0:  # the catalogue alone holds all that there is
             copies = self.replica_count + 1
+        elif not copies and count_pfs and inode.pfs is not None and inode.pfs.gen == inode.gen:
+            copies = 1  # on the PFS under another name, withdrawn or not yet renamed: not safe, and not lost
         return boundary_of(published=True, on_pfs=on_pfs, fast_copies=copies, replicas=self.replica_count)
 
     def local_path(self, stage: str, size: int) -> str | None:
@@ -162,6 +164,13 @@ class Node:
         if self.replicas is not None and self.replicas.path(stage, size) is not None:
             found.append(Copy(self.name, self.replicas.store, "nvme", now_s))
         return tuple(found)
+
+    def pfs_attrs(self, inode: Inode | None, times: DirTimes | None = None) -> PfsAttrs:
+        """Attributes that a file (None: removed since, and there for a moment) or directory is to have on the PFS."""
+        if inode is None:
+            return PfsAttrs(0o700, None, None, self.clock.now_ns(), self.clock.now_ns())
+        mtime_ns = times.mtime_ns if times is not None else inode.mtime_ns
+        return PfsAttrs(inode.mode, inode.uid, inode.gid, inode.atime_ns, mtime_ns)
 
     async def digests(self, fd: int, size: int) -> tuple[bytes, bytes, list[bytes]]:
         """Digests of an open file's first bytes; in a thread unless it is a block or two."""

@@ -394,3 +394,35 @@ def test_the_root_is_made_once(names: Names) -> None:
     root = names.view.inode(ROOT_FID)
     assert isinstance(root, Inode)
     assert (root.mode, root.uid, root.imported) == (0o755, 0, True)
+
+
+# ---- commit files on the PFS
+def _saved(names: Names) -> None:
+    names.mkdir(b"s")
+    names.write(b"s/m")
+    names.write(b"s/.metadata")
+    names.drained()
+
+
+def test_an_overwritten_member_holds_the_withdrawal_back_and_a_removed_one_lets_it_go(names: Names) -> None:
+    _saved(names)
+    names.write(b"s/n")
+    names.drained()
+    names.publish(b"s/m")
+    held = [(op.kind, op.held) for _, op, _ in names.view.ops() if op.kind == OpKind.WITHDRAW]
+    assert held == [(OpKind.WITHDRAW, True)]
+    names.unlink(b"s/n")
+    assert [op.held for _, op, _ in names.view.ops() if op.kind == OpKind.WITHDRAW] == [False]
+
+
+def test_what_was_written_over_in_place_is_not_claimed_by_a_commit_file_that_has_yet_to_land(names: Names) -> None:
+    """The kernel writes into the staged file: the bytes that the commit file was saved with are nowhere."""
+    names.mkdir(b"s")
+    fid = names.create(b"s/m")
+    names.publish(b"s/m", stage="same")
+    names.write(b"s/.metadata.tmp")
+    names.rename(b"s/.metadata.tmp", b"s/.metadata")
+    content = Content(10, b"d" * 16, b"d" * 16, "same", (), names.time_ns, torn=True)
+    names.mutate(lambda tx: publication.publish(tx, names.ctx(), fid, 2, content))
+    assert [op.cancelled for _, op, _ in names.view.ops() if op.kind == OpKind.RENAME] == [True]
+    assert [op.held for _, op, _ in names.view.ops() if op.kind == OpKind.WITHDRAW] == [False]

@@ -12,6 +12,7 @@ import struct
 from collections.abc import Collection, Mapping
 
 import xxhash
+from sim_kept import Kept
 from sim_life import Life
 from sim_store import Ino, Store
 
@@ -75,12 +76,14 @@ class Checkers:
 
     def __init__(self, store: Store, saves: Saves) -> None:
         self.store, self.saves = store, saves
+        self.kept = Kept(store, saves.made)
         self.hidden_whole: list[bytes] = []  # checkpoints that are whole, with their commit file still withdrawn
         self._reached: dict[tuple[int, int], Boundary] = {}
 
     # ---- commit last
     def commit_last(self, when: str) -> None:
-        """Who reads the PFS now, without CacheX FS, sees no checkpoint that claims to be whole and is not."""
+        """Who reads the PFS now sees no checkpoint that claims to be whole and is not; and none that was whole is gone
+        before its successor is ready."""
         stack = [(b"", self.store.root)]
         while stack:
             path, directory = stack.pop()
@@ -92,6 +95,8 @@ class Checkers:
                 why = self.saves.lacking(found[COMMIT], found)
                 if why:
                     raise Violation(f"commit last: after {when}, {path!r} has its commit file, but {why}")
+        if gone := self.kept.gone(when):
+            raise Violation(f"overwritten: {gone}")
 
     # ---- claims
     async def claims(self, life: Life) -> None:

@@ -28,11 +28,13 @@ from cachexfs.core.records import Life as LifeRecord
 from cachexfs.core.replica import Tx
 from cachexfs.engine import recover
 from cachexfs.engine.attributes import Attributes
+from cachexfs.engine.claims import Claims
 from cachexfs.engine.completeness import Completeness
 from cachexfs.engine.drain import Drainer
 from cachexfs.engine.files import Files
 from cachexfs.engine.filesystem import Filesystem, Parts
 from cachexfs.engine.hold import Keeper
+from cachexfs.engine.losses import Losses
 from cachexfs.engine.node import Node
 from cachexfs.engine.pfs_import import Importer
 from cachexfs.engine.recover import Takeover
@@ -126,17 +128,27 @@ class Life:
         files = Files(node, source)
         replicator, drainer, keeper = Replicator(node, files, source), Drainer(node, files, source), Keeper(node, files)
         completeness = Completeness(node, files, source)
+        claims = Claims(node, completeness, drainer)
+        keeper.on_pressure = claims.pressed
+        losses = Losses(node, completeness)
         takeover = Takeover(node)
         source.keeper, source.replicator = keeper, replicator
         node.members = completeness.members_of
         drainer.on_landed = keeper.landed
         files.on_released = drainer.released
         files.on_orphan_closed = keeper.check
-        for listener in (keeper.notice, replicator.notice, drainer.notice, takeover.notice):
+        for listener in (
+            keeper.notice,
+            replicator.notice,
+            drainer.notice,
+            claims.notice,
+            losses.notice,
+            takeover.notice,
+        ):
             self.catalogue.listen(listener)
         attributes = Attributes(node, files, completeness)
         return (
-            Parts(node, files, source, replicator, drainer, keeper, Importer(node, source), attributes),
+            Parts(node, files, source, replicator, drainer, keeper, Importer(node, source), attributes, claims, losses),
             completeness,
             takeover,
         )
@@ -149,8 +161,16 @@ class Life:
                 await self._register()
                 await recover.adopt(self.node, self.parts.keeper, self.parts.files, self.open_files)
                 self.parts.drainer.load()
+                self.parts.claims.load()
+                self.parts.losses.load()
                 parts = self.parts
-                for task in (parts.replicator.run, parts.drainer.run, parts.keeper.run, self._takeover.run):
+                for task in (
+                    parts.replicator.run,
+                    parts.drainer.run,
+                    parts.claims.run,
+                    parts.keeper.run,
+                    self._takeover.run,
+                ):
                     nursery.start_soon(task)
                 nursery.start_soon(parts.files.passing.watch)
                 nursery.start_soon(recover.verify, self.node)

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from typing import BinaryIO
 
 import trio
+import xxhash
 from sim_store import Ino, Store, fail
 
 from cachexfs.engine.interfaces import PfsAttrs, PfsStat
@@ -151,6 +152,7 @@ class SimPfs:
             while len(part.data) < size:
                 await self._step("write part", lambda: self._write(part, file, size), deadline_s)
             await self._step("sync part", lambda: store.sync_file(part), deadline_s)
+            _check(part, digest)
             record_part.data = record
             await self._step("write record", lambda: store.sync_file(record_part), deadline_s)
             await self._step("name record", lambda: store.change((store.tmp, name + b".rec", record_part)), deadline_s)
@@ -338,8 +340,9 @@ class SimPfs:
             raise fail(errno.EISDIR if there.kind == "d" else errno.ENOTDIR, target)
         if there is not None and there.entries:
             raise fail(errno.ENOTEMPTY, target)
-        if there is found:
-            return  # two names of one file: as POSIX wants it
+        if there is found:  # a power failure has left both names (two names of one file are never renamed)
+            self.store.change((old, name, None))
+            return
         self.store.change((new, name2, found), (old, name, None))
 
     async def _rename(self, path: bytes, path2: bytes, attrs: PfsAttrs | None, deadline_s: float) -> None:
@@ -353,7 +356,7 @@ class SimPfs:
         await self._move("hide", path, HELD + path2, deadline_s, over=False)
 
     async def _unhide(self, path: bytes, path2: bytes, attrs: PfsAttrs | None, deadline_s: float) -> None:
-        await self._move("unhide", HELD + path, path2, deadline_s, over=True)
+        await self._move("unhide", HELD + path2, path, deadline_s, over=True)
 
     async def _unlink(self, path: bytes, path2: bytes, attrs: PfsAttrs | None, deadline_s: float) -> None:
         try:
@@ -437,6 +440,11 @@ class SimPfs:
         """See ``Pfs``."""
         await self._step("statvfs", lambda: None, deadline_s)
         return 4096, 1 << 20, 1 << 20, 1 << 20, 1 << 20
+
+
+def _check(part: Ino, digest: bytes) -> None:
+    if digest and xxhash.xxh3_128_digest(part.data) != digest:
+        raise OSError(errno.EIO, "read back with another digest")
 
 
 def _opened(source: str) -> BinaryIO:

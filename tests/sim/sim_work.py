@@ -342,7 +342,17 @@ class Worker(Client):
     # ---- checkpoints
     async def save(self) -> None:
         """As DCP saves: members, then ``.metadata`` under another name, the old one away, rename."""
-        rng, directory, number = self.world.random, self.world.random.choice(STEPS), self.world.next_save()
+        await self.save_into(self.world.random.choice(STEPS))
+
+    async def save_again(self, commits: set[bytes]) -> None:
+        """Save into each directory of this client that has one of these commit files (paths in the mount)."""
+        for path in sorted(commits):
+            base, _, below = path.partition(b"/")
+            if base == self.base:
+                await self.save_into(below.rpartition(b"/")[0])
+
+    async def save_into(self, directory: bytes) -> None:
+        rng, number = self.world.random, self.world.next_save()
         await self.mkdir(directory)
         if directory not in self.tree:
             return

@@ -1,0 +1,270 @@
+"""Files on their way to the PFS: made ready under a hidden name, landed with one rename.
+
+Role: carries out PUT operations for ``drain``, and what an fsync asks of the PFS. A file that is ready lies below
+``.cachexfs/tmp``, synced, beside a recovery record that says where it belongs; whatever it waits for, nothing is copied
+again. Hidden files that nothing will land are removed.
+
+Concurrency: any number of files at once; one task per operation. Who touches the PFS is a child process (``Pfs``).
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+from dataclasses import dataclass, field
+
+import msgspec
+import trio
+
+from cachexfs.core import records as rec
+from cachexfs.core.changes import finish_op
+from cachexfs.core.records import AnyRecord, Generation, Inode, Op, OpKind, PfsCopy
+from cachexfs.core.replica import Tx
+from cachexfs.engine.interfaces import Pfs, PfsAttrs, PfsStat
+from cachexfs.engine.node import Node
+from cachexfs.engine.recover import check_stage
+from cachexfs.errors import CacheXError, FsError
+
+log = logging.getLogger(__name__)
+
+RETRY_FIRST_S, RETRY_MAX_S = 0.25, 15.0
+STALL_S = 20.0  # without progress, a call on the PFS counts as hung
+_GEN_MAX = 1 << 62
+
+
+class _Record(msgspec.Struct):
+    """What a recovery record says of itself."""
+
+    fid: int
+    gen: int
+    store: str = ""
+
+
+@dataclass(slots=True)
+class Progress:
+    """Numbers for ``status``."""
+
+    landed_bytes: int = 0
+    landed_ops: int = 0
+    errors: dict[bytes, str] = field(default_factory=dict)
+
+
+class DrainFiles:
+    """Makes files ready, lands them, removes what is ready for nothing."""
+
+    def __init__(self, node: Node, progress: Progress) -> None:
+        self.node = node
+        self.progress = progress
+        self._fsynced: dict[str, bytes] = {}  # hidden name -> tree digest of what an fsync put there
+        self._made: dict[int, dict[str, int]] = {}  # file id -> hidden names that may exist -> their generation
+        self._cleaned_up = False  # what an earlier life has prepared is known
+        self._nursery: trio.Nursery | None = None
+
+    @property
+    def _pfs(self) -> Pfs:
+        assert self.node.pfs is not None
+        return self.node.pfs
+
+    async def run(self) -> None:
+        """Remove what is left of earlier lives and of files that are gone, until cancelled."""
+        async with trio.open_nursery() as self._nursery:
+            await self._clean_up()
+            await trio.sleep_forever()
+
+    def notice(self, changes: list[tuple[bytes, AnyRecord | None, AnyRecord | None]]) -> None:
+        """Catalogue listener: files that are gone."""
+        for key, old, new in changes:
+            if isinstance(old, Inode) and new is None and int(key[2:], 16) in self._made and self._nursery:
+                self._nursery.start_soon(self._forget_file, int(key[2:], 16))
+
+    # ---- ready
+    async def prepare(self, op: Op, inode: Inode | None, tree: bytes = b"") -> None:
+        """Copy the bytes of a PUT to its hidden name. ``tree``: their digest, when an fsync asks.
+
+        What an earlier fsync has put there is used if it is the same: a staged file that is still being written keeps
+        its name while its bytes change. Raises ``FsError``, ``OSError``, ``trio.TooSlowError``.
+        """
+        content = self.node.catalogue.view.generation(op.fid)
+        if not tree and content is not None and content.gen == op.gen:
+            tree = content.tree
+        if tree and self._fsynced.get(op.hidden) == tree:
+            return
+        self._fsynced.pop(op.hidden, None)
+        source, size = self._source(op, content)
+        doubtful = op.stage in self.node.unverified or not self.node.staging.has(op.stage)
+        if source is not None and size and doubtful and not await check_stage(self.node, op.stage):
+            raise FsError(errno.EIO, f"the bytes on node {self.node.name} are damaged: their digest is wrong")
+        if source is None:
+            raise FsError(errno.EIO, f"no whole copy of generation {op.gen} on node {self.node.name}")
+        attrs = self.node.pfs_attrs(inode)
+        record = self._record(op, inode, attrs, size, tree)
+        self._made.setdefault(op.fid, {})[op.hidden] = op.gen
+        same = content is not None and content.gen == op.gen and content.size == size
+        digest = content.digest if same and content is not None and self.node.options.verify else b""
+        before = _file_at(source)
+        await self._pfs.prepare(source, size, op.hidden, attrs, record, STALL_S, digest=digest)
+        while (now := _file_at(source)) != before:  # what was published has moved to a file of its own
+            before = now
+            await self._pfs.prepare(source, size, op.hidden, attrs, record, STALL_S, digest=digest)
+        self.progress.landed_bytes += op.size
+
+    def fsynced(self, op: Op, tree: bytes) -> None:
+        """What is ready now are these bytes: no need to copy them again if they are published."""
+        self._fsynced[op.hidden] = tree
+
+    def _record(self, op: Op, inode: Inode | None, attrs: PfsAttrs, size: int, tree: bytes) -> bytes:
+        base = inode.pfs if inode is not None else None
+        return msgspec.msgpack.encode(
+            {"path": op.path, "fid": op.fid, "gen": op.gen, "size": size, "node": self.node.name,
+             "job": self.node.options.job, "tree": tree,
+             "store": self.node.staging.store,
+             "mode": attrs.mode, "uid": attrs.uid, "gid": attrs.gid, "mtime_ns": attrs.mtime_ns,
+             "base": None if base is None else [base.ino, base.size, base.mtime_ns]}
+        )  # fmt: skip
+
+    def _source(self, op: Op, content: Generation | None) -> tuple[str | None, int]:
+        """Where the bytes of a PUT lie on this node, and how many.
+
+        A writer that the kernel served may have cut the very file after that generation was published. Then what is
+        left of it lands, or the newest content, for the sake of those that wait for the name.
+        """
+        node = self.node
+        found = "/dev/null" if not op.size else node.local_path(op.stage, op.size)
+        if found is not None or content is None or content.gen <= op.gen:
+            return found, op.size
+        if node.staging.has(op.stage):
+            return node.staging.path(op.stage), node.staging.size(op.stage)
+        return node.local_path(content.stage, content.size) if content.size else "/dev/null", content.size
+
+    # ---- landed
+    async def land(self, key: bytes, op: Op, slots: trio.CapacityLimiter) -> bool:
+        """Put a ready file under its name, and claim it. False: it is not ready any more, prepare it again."""
+        used = self.node.pfs_attrs(self.node.catalogue.view.inode(op.fid))
+        try:
+            async with slots:
+                found = await self._pfs.land(op.hidden, op.path, used, STALL_S)
+        except FileNotFoundError as error:
+            if error.errno != errno.ENODATA:
+                raise
+            before = await self._landed_before(op, used)
+            if before is None:
+                self._fsynced.pop(op.hidden, None)
+                return False
+            found = before
+        await self._landed(key, op, used, found)
+        return True
+
+    async def _landed_before(self, op: Op, used: PfsAttrs) -> PfsStat | None:
+        """A node that is lost since had landed it, when its bytes are nowhere else."""
+        if self._source(op, self.node.catalogue.view.generation(op.fid))[0] is not None:
+            return None
+        try:
+            found = await self._pfs.stat(op.path, STALL_S)
+        except FileNotFoundError:
+            return None
+        same = (found.kind, found.size, found.mtime_ns) == ("f", op.size, used.mtime_ns)
+        return found if same and op.ready else None
+
+    async def _landed(self, key: bytes, op: Op, used: PfsAttrs, found: PfsStat) -> None:
+        """A file is under its name: what is left of earlier states goes, then the claim is made."""
+        self._settle(op.fid, op.hidden)
+        inode = self.node.catalogue.view.inode(op.fid)
+        if inode is not None and inode.pfs is not None and inode.pfs.hidden:
+            await self._pfs.run("unlink", b".cachexfs/held/" + inode.pfs.hidden.encode(), b"", None, STALL_S)
+        await self.discard(op.fid, *self._stale(op.fid, op.gen))
+        now_s = self.node.clock.now_s()
+        copy = PfsCopy(op.gen, now_s, found.ino, found.size, found.mtime_ns)
+
+        def land(tx: Tx) -> None:
+            if finish_op(tx, ctx, key) is None:
+                return
+            now = tx.inode(op.fid)
+            if now is None:
+                return
+            current = now.gen == op.gen
+            now = msgspec.structs.replace(
+                now, pfs=copy, t_pfs_s=now_s if current else now.t_pfs_s, error="" if current else now.error
+            )
+            tx.put(rec.inode_key(op.fid), now)
+            changed = self.node.pfs_attrs(now) != used
+            if current and changed and not any(o.kind == OpKind.ATTR for _, o in tx.ops_of(op.fid)):
+                tx.put(rec.op_key(ctx.next_op()), Op(OpKind.ATTR, op.path, ctx.node, fid=op.fid))
+
+        ctx = self.node.ctx()
+        await self.node.catalogue.mutate(land)
+        self.progress.landed_ops += 1
+
+    # ---- for nothing
+    async def discard(self, fid: int, *names: str, foreign: bool = False) -> None:
+        """Remove ready files that are not to land. ``foreign``: another node may have made them."""
+        made = self._made.get(fid, {})
+        for hidden in [name for name in names if name in made or foreign or not self._cleaned_up]:
+            await self._pfs.discard(hidden, STALL_S)
+            self._settle(fid, hidden)
+
+    def _settle(self, fid: int, hidden: str) -> None:
+        """A hidden name is free again."""
+        self._fsynced.pop(hidden, None)
+        made = self._made.get(fid, {})
+        made.pop(hidden, None)
+        if not made:
+            self._made.pop(fid, None)
+
+    def _stale(self, fid: int, gen: int) -> list[str]:
+        """Hidden names that fsyncs made of contents up to a generation, and that no pending operation will land."""
+        wanted = self._to_land(fid)
+        return [name for name, made in self._made.get(fid, {}).items() if name not in wanted and made <= gen]
+
+    def _to_land(self, fid: int) -> set[str]:
+        """Hidden names that pending operations will land."""
+        return {op.hidden for _, op in self.node.catalogue.view.ops_of(fid) if op.kind == OpKind.PUT}
+
+    async def _forget_file(self, fid: int) -> None:
+        """A file is gone that had been fsynced: so is what that prepared, once the PFS agrees."""
+        delay_s = RETRY_FIRST_S
+        while stale := self._stale(fid, _GEN_MAX):
+            try:
+                await self.discard(fid, *stale)
+            except (CacheXError, OSError, trio.TooSlowError) as error:
+                log.debug("prepared files of %x cannot be removed yet: %s", fid, error)
+                await trio.sleep(delay_s)
+                delay_s = min(2 * delay_s, RETRY_MAX_S)
+
+    async def _clean_up(self) -> None:
+        """What this daemon's earlier life has prepared and nothing will land goes.
+
+        Records of another staging directory stay: its catalogue is not ours, so that a file which is unknown here is
+        not one that was removed. ``cachexfs recover`` reads those.
+        """
+        while self.node.pfs is not None:
+            try:
+                for found in await self.node.pfs.prepared(STALL_S):
+                    await self._clean_up_one(found.hidden, found.record)
+                self._cleaned_up = True
+                return
+            except (CacheXError, OSError, trio.TooSlowError) as error:
+                log.debug("prepared files cannot be looked through yet: %s", error)
+            await trio.sleep(RETRY_MAX_S)
+
+    async def _clean_up_one(self, hidden: str, data: bytes) -> None:
+        view = self.node.catalogue.view
+        try:
+            record = msgspec.msgpack.decode(data, type=_Record)
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            return
+        inode = view.inode(record.fid)
+        if record.store != self.node.staging.store or hidden in self._made.get(record.fid, ()):
+            return
+        landed = inode.pfs.gen if inode is not None and inode.pfs is not None else 0
+        if record.gen <= (_GEN_MAX if inode is None else landed) and hidden not in self._to_land(record.fid):
+            await self.discard(record.fid, hidden)  # noted only if it stays: a failure is tried again
+        else:
+            self._made.setdefault(record.fid, {})[hidden] = record.gen
+
+
+def _file_at(path: str) -> int:
+    try:
+        return os.stat(path).st_ino
+    except FileNotFoundError:
+        return 0

@@ -1,0 +1,251 @@
+"""Names and attributes on their way to the PFS: everything pending that is not a file's bytes.
+
+Role: carries out directories, links, renames, removals, attributes for ``drain``, takes commit files off the PFS and
+brings them back (``claims`` says when). Each recognises that it has been done before this daemon's life.
+
+Concurrency: one task per operation, in the order that ``drain`` allows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+
+import msgspec
+
+from cachexfs.core import records as rec
+from cachexfs.core.changes import finish_op
+from cachexfs.core.records import Inode, Op, OpKind, PfsCopy
+from cachexfs.core.replica import Tx
+from cachexfs.engine.content import Reader
+from cachexfs.engine.drain_files import STALL_S, Progress
+from cachexfs.engine.interfaces import Pfs, PfsAttrs, PfsStat
+from cachexfs.engine.node import Node
+
+HELD = b".cachexfs/held/"
+
+
+class DrainNames:
+    """Carries out operations that are not PUTs."""
+
+    def __init__(self, node: Node, reader: Reader, progress: Progress) -> None:
+        self.node = node
+        self.reader = reader
+        self.progress = progress
+        #: whether a checkpoint's commit file (file id) and all that it names are there, but for its own name
+        self.whole: Callable[[int], Awaitable[bool]] = _unknown
+
+    @property
+    def _pfs(self) -> Pfs:
+        assert self.node.pfs is not None
+        return self.node.pfs
+
+    async def _run(self, kind: str, path: bytes, path2: bytes = b"", attrs: PfsAttrs | None = None) -> None:
+        await self._pfs.run(kind, path, path2, attrs, STALL_S)
+
+    async def _stat(self, path: bytes) -> PfsStat | None:
+        try:
+            return await self._pfs.stat(path, STALL_S)
+        except FileNotFoundError:
+            return None
+
+    async def carry_out(self, key: bytes, op: Op) -> None:
+        """Do it on the PFS, then record that it is done."""
+        inode = self.node.catalogue.view.inode(op.fid)
+        if op.cancelled and op.kind == OpKind.RENAME and inode is not None:
+            await self._withdraw(key, msgspec.structs.replace(op, gen=inode.gen))  # from its old name: never seen
+        elif op.cancelled:
+            await self.finish(key)
+        elif op.kind == OpKind.WITHDRAW:
+            await self._withdraw(key, op)
+        elif op.kind == OpKind.RESTORE:
+            await self._restore(key, op)
+        elif op.kind in (OpKind.ATTR, OpKind.DIRATTR):
+            await self._set_attrs(key, op)
+        elif op.kind in (OpKind.SYMLINK, OpKind.MKNOD):
+            if inode is not None:
+                special = (
+                    (op.kind, op.path2) if op.kind == OpKind.SYMLINK else (f"mknod:{inode.kind}:{inode.rdev}", b"")
+                )
+                await self._run(special[0], op.path, special[1], self.node.pfs_attrs(inode))
+            await self._note_landed(key, op.fid)
+        elif op.kind == OpKind.RENAME:
+            await self._rename(op, inode)
+            await self._note_moved(key, op.fid)
+        else:
+            await self._plain(op, inode)
+            await self.finish(key)
+
+    async def _plain(self, op: Op, inode: Inode | None) -> None:
+        if op.kind == OpKind.MKDIR:
+            await self._run("mkdir", op.path, attrs=self.node.pfs_attrs(inode))
+        elif op.kind == OpKind.LINK:
+            await self._link(op, inode)
+        elif op.kind == OpKind.RMDIR:
+            await self._run("rmdir", op.path)
+        elif op.kind == OpKind.UNLINK:
+            await self._run("unlink", op.path)
+            if op.path2:
+                await self._run("unlink", HELD + op.path2)
+
+    async def finish(self, key: bytes) -> None:
+        """An operation is done, or need not be."""
+        ctx = self.node.ctx()
+        await self.node.catalogue.mutate(lambda tx: finish_op(tx, ctx, key))
+        self.progress.landed_ops += 1
+
+    # ---- renames and links
+    async def _rename(self, op: Op, inode: Inode | None) -> None:
+        """A rename, recognising that it has been done before this daemon's life.
+
+        Of a file that has been removed since, neither name is to be there: to show it under the new one even for a
+        moment could complete a checkpoint whose other files are gone.
+        """
+        if inode is not None and inode.pfs is not None and inode.pfs.hidden:
+            return  # it was withdrawn, and stays where it is held
+        if inode is None and (found := await self._stat(op.path)) is not None and found.kind != "d":
+            await self._run("unlink", op.path2)
+            await self._run("unlink", op.path)
+            return
+        try:
+            await self._run("rename", op.path, op.path2)
+        except FileNotFoundError:
+            there = await self._stat(op.path2)
+            if inode is None:
+                if there is not None and there.kind != "d":
+                    await self._run("unlink", op.path2)
+                await self._run("unlink", op.path)  # gone, and perhaps not synced
+                return
+            if there is None or there.kind != inode.kind:
+                raise
+            if inode.pfs is not None and inode.pfs.gen and inode.kind == "f" and there.ino != inode.pfs.ino:
+                raise
+            # Done before, and perhaps not synced: these sync both directories.
+            times = self.node.catalogue.view.dir_times(op.fid)
+            await self._run("attr", op.path2, attrs=self.node.pfs_attrs(inode, times))
+            await self._run("unlink", op.path)
+
+    async def _link(self, op: Op, inode: Inode | None) -> None:
+        """A further name. Of a file that has been removed since, it is not to be there (see ``_rename``)."""
+        if inode is not None and inode.pfs is not None and inode.pfs.hidden:
+            return
+        if inode is None:
+            await self._run("unlink", op.path2)
+        else:
+            await self._run("link", op.path, op.path2)
+
+    async def _note_moved(self, key: bytes, fid: int) -> None:
+        """A file has its name on the PFS only now."""
+        now_s = self.node.clock.now_s()
+
+        def note(tx: Tx) -> None:
+            if finish_op(tx, ctx, key) is None:
+                return
+            inode = tx.inode(fid)
+            if inode is not None and inode.pfs is not None and inode.pfs.gen == inode.gen and inode.t_pfs_s:
+                tx.put(rec.inode_key(fid), msgspec.structs.replace(inode, t_pfs_s=now_s))
+
+        ctx = self.node.ctx()
+        await self.node.catalogue.mutate(note)
+        self.progress.landed_ops += 1
+
+    async def _note_landed(self, key: bytes, fid: int) -> None:
+        """A symlink or special file is on the PFS."""
+        now_s = self.node.clock.now_s()
+
+        ctx = self.node.ctx()
+
+        def note(tx: Tx) -> None:
+            inode = tx.inode(fid)
+            if finish_op(tx, ctx, key) is not None and inode is not None:
+                pfs = PfsCopy(inode.gen, now_s, 0, inode.size, inode.mtime_ns)
+                tx.put(rec.inode_key(fid), msgspec.structs.replace(inode, pfs=pfs, t_pfs_s=now_s))
+
+        await self.node.catalogue.mutate(note)
+        self.progress.landed_ops += 1
+
+    # ---- commit files
+    async def _withdraw(self, key: bytes, op: Op) -> None:
+        """Take a commit file off the PFS before what it names changes there. The claim falls first."""
+        hidden = f"{op.fid:x}.{op.gen:x}"
+        before = self.node.catalogue.view.inode(op.fid)
+        again = before is not None and before.pfs is not None and before.pfs.hidden == hidden
+
+        def fall(tx: Tx) -> bool:
+            inode = tx.inode(op.fid)
+            if inode is None or inode.pfs is None:
+                return False
+            why = "taken off the PFS, because a file that it names has changed"
+            pfs = msgspec.structs.replace(inode.pfs, hidden=hidden)
+            tx.put(rec.inode_key(op.fid), msgspec.structs.replace(inode, pfs=pfs, t_pfs_s=0.0, error=why))
+            return True
+
+        held = HELD + hidden.encode()
+        if not await self.node.catalogue.mutate(fall):  # it was removed or replaced since
+            await self._run("unlink", op.path)
+            await self._run("unlink", held)
+        else:
+            try:
+                await self._run("hide", op.path, hidden.encode())
+            except FileNotFoundError:
+                content = self.node.catalogue.view.generation(op.fid)
+                if not again or content is None or self.node.local_path(content.stage, content.size) is None:
+                    raise
+                await self._run("unlink", op.path)  # done before: this syncs the directory
+            if self.node.catalogue.view.inode(op.fid) is None:
+                await self._run("unlink", held)
+        await self.finish(key)
+
+    async def _restore(self, key: bytes, op: Op) -> None:
+        """Bring a withdrawn commit file back, if all that it names is there now."""
+        inode = self.node.catalogue.view.inode(op.fid)
+        there = inode.pfs if inode is not None else None
+        if inode is None or there is None or not there.hidden or there.gen != inode.gen or not await self.whole(op.fid):
+            await self.finish(key)
+            return
+        try:
+            await self._run("unhide", op.path, there.hidden.encode())
+        except FileNotFoundError:
+            found = await self._stat(op.path)
+            if found is None or found.ino != there.ino:
+                raise
+        await self._run("attr", op.path, attrs=self.node.pfs_attrs(inode))  # also syncs what was done before
+        now_s = self.node.clock.now_s()
+
+        def back(tx: Tx) -> None:
+            now = tx.inode(op.fid)
+            if finish_op(tx, ctx, key) is None or now is None or now.pfs is None:
+                return
+            pfs = msgspec.structs.replace(now.pfs, hidden="")
+            tx.put(rec.inode_key(op.fid), msgspec.structs.replace(now, pfs=pfs, t_pfs_s=now_s, error=""))
+
+        ctx = self.node.ctx()
+        await self.node.catalogue.mutate(back)
+        self.progress.landed_ops += 1
+
+    # ---- attributes
+    async def _set_attrs(self, key: bytes, op: Op) -> None:
+        view = self.node.catalogue.view
+        entry, inode = view.entry(key), view.inode(op.fid)
+        if entry is None:
+            return
+        seen = view.entry(rec.inode_key(op.fid))
+        path = op.path
+        if inode is not None and (inode.pfs is None or not inode.pfs.hidden):
+            times = view.dir_times(op.fid) if op.kind == OpKind.DIRATTR else None
+            if op.kind == OpKind.DIRATTR:
+                path = self.reader.pfs_path(op.fid) or b""
+            await self._run("attr", path, attrs=self.node.pfs_attrs(inode, times))
+
+        def done(tx: Tx) -> None:
+            now, now_inode = tx.view.entry(key), tx.view.entry(rec.inode_key(op.fid))
+            unchanged = (now_inode.modified if now_inode else 0) == (seen.modified if seen else 0)
+            if now is not None and now.modified == entry.modified and (unchanged or op.kind == OpKind.DIRATTR):
+                tx.inode(op.fid)
+                finish_op(tx, ctx, key)
+
+        ctx = self.node.ctx()
+        await self.node.catalogue.mutate(done)
+
+
+async def _unknown(fid: int) -> bool:
+    return False
