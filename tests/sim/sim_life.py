@@ -6,10 +6,11 @@ that runs then (``finally``) finds adaptors that do nothing any more, as after S
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import random
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -110,6 +111,7 @@ class Life:
         self.supervised = False  # its death is not that of the mount
         self.open_files: Mapping[int, int] = {}
         self.resume: Callable[[Files], None] = lambda files: None
+        self.others: Callable[[], Collection[int]] = tuple  # descriptors of staged files that are not the daemon's
         assert options.staging is not None
         self.staging = SimStaging(options.staging, options.memory)
         self.staging.open()
@@ -182,7 +184,17 @@ class Life:
             for vnode in self.parts.files._by_ino.values():
                 if vnode.fd >= 0:
                     os.close(vnode.fd)
+            self._close_strays()
             self.staging.close()
+
+    def _close_strays(self) -> None:
+        """A dead process holds no file, wherever its tasks were."""
+        files = os.path.dirname(self.staging.path("x"))
+        for name in os.listdir("/proc/self/fd"):
+            fd = int(name)
+            with contextlib.suppress(OSError):
+                if fd not in self.others() and os.readlink(f"/proc/self/fd/{fd}").startswith(files):
+                    os.close(fd)
 
     async def _register(self) -> None:
         node, ctx = self.node, self.node.ctx()

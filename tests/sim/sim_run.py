@@ -141,6 +141,7 @@ class Run:
         pfs = SimPfs(self.store, self.faults, self.random, self._stepped, self._nursery)
         pfs.trace = self.trace
         life = Life(self.options, self.log, pfs, self.clock, self.random, after)
+        life.others = lambda: {*self.store.readers, *(of.fd for of in self.kernel.opens)}
         if after is not None:
             life.open_files, life.resume = self.kernel.open_files(), self.kernel.resume
         await self._nursery.start(life.run)
