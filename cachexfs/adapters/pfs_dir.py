@@ -1,6 +1,6 @@
 """One call's view of the PFS directory: is it the right one, and safe ways to the names in it.
 
-Role: used by the operations inside a PFS child process (``pfs_ops``). Standard library only, so that a child
+Role: used by the operations inside a PFS child process (``pfs_ops``). Imports little, so that a child
 starts fast. Concurrency: none, a child does one call at a time; a ``PfsDir`` lives for one call.
 
 *The right one*: an unmounted mount point is an ordinary empty directory of the local disk, and takes writes in
@@ -23,7 +23,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import re
 import secrets
 import shutil
 import stat
@@ -33,15 +32,12 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from types import TracebackType
 
+from cachexfs.core import witnesses
+
 STATE_DIR = b".cachexfs"
 TMP_DIR = b"tmp"
 HELD_DIR = b"held"
-NAMES_DIR = b"names"
 ID_NAME = b"id"
-#: So many files in ``names``; each one's name says how many. Every one of eight servers then holds some, but for one
-#: chance in 600.
-WITNESSES_MAX = 64
-INODES_PER_WITNESS = 16  # that must be free
 #: Temporaries beside their destination (only where a rename from ``.cachexfs`` gives EXDEV). Reserved.
 BESIDE_PREFIX = b".cachexfs-tmp-"
 TOKEN_CHARS = 32
@@ -53,7 +49,6 @@ TMP_SHARDS = 16
 TOKEN_WAIT_S = 2.0
 NAME_BYTES_MAX = 255
 
-_WITNESS = re.compile(rb"[0-9a-f]{2}\.[0-9a-f]{2}")
 _WALK = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 #: Filesystems that cannot fsync a directory say so with one of these; they promise nothing to wait for.
 _NO_DIR_FSYNC = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)
@@ -242,9 +237,9 @@ class PfsDir:
     def ensure_names(self) -> None:
         """Make ``.cachexfs/names`` where it is missing."""
         try:
-            self.keep(os.open(NAMES_DIR, _WALK, dir_fd=self._state()))
+            self.keep(os.open(witnesses.DIRECTORY, _WALK, dir_fd=self._state()))
         except FileNotFoundError:
-            self._put(NAMES_DIR, self._state(), _fill_names)
+            self._put(witnesses.DIRECTORY, self._state(), _fill_names)
 
     def _make_state(self) -> None:
         """The whole of ``.cachexfs`` at once: a crash leaves no half of it."""
@@ -252,7 +247,7 @@ class PfsDir:
         def fill(state: int) -> None:
             for name in (TMP_DIR, HELD_DIR):
                 _mkdir(name, state)
-            self._put(NAMES_DIR, state, _fill_names)
+            self._put(witnesses.DIRECTORY, state, _fill_names)
             _write_new(ID_NAME, state, secrets.token_hex(TOKEN_CHARS // 2).encode() + b"\n")
 
         self._put(STATE_DIR, self.root, fill)
@@ -281,14 +276,11 @@ class PfsDir:
         if self._identity is None:
             return
         try:
-            seen = names_in(self.keep(os.open(NAMES_DIR, _WALK, dir_fd=self._state())))
+            seen = names_in(self.keep(os.open(witnesses.DIRECTORY, _WALK, dir_fd=self._state())))
         except OSError as error:
             raise RootError(errno.EIO, f".cachexfs/names cannot be listed: {error.strerror}") from None
-        total = max((int(name[-2:], 16) for name in seen if _WITNESS.fullmatch(name)), default=1)
-        missing = len(_witnesses(total).difference(seen))
-        if missing:
-            why = f"{missing} of the {total} names in .cachexfs/names are missing"
-            raise RootError(errno.EIO, f"the PFS does not show all of its files ({why}): is a server of it down?")
+        if said := witnesses.complaint(seen):
+            raise RootError(errno.EIO, said)
 
     def remove(self, names: Iterable[bytes], dir_fd: int) -> None:
         """unlink; a name that is not there is no error, if the PFS is whole. Raises OSError."""
@@ -361,14 +353,12 @@ def _unlinked(name: bytes, dir_fd: int) -> bool:
     return True
 
 
-def _witnesses(total: int) -> frozenset[bytes]:
-    return frozenset(b"%02x.%02x" % (number, total) for number in range(total))
-
-
 def _fill_names(fd: int) -> None:
     space = os.fstatvfs(fd)
-    total = min(WITNESSES_MAX, max(1, space.f_favail // INODES_PER_WITNESS)) if space.f_files else WITNESSES_MAX
-    for name in _witnesses(total):
+    total = witnesses.WITNESSES_MAX
+    if space.f_files:  # else the filesystem does not count them
+        total = min(total, max(1, space.f_favail // witnesses.INODES_PER_WITNESS))
+    for name in witnesses.witnesses(total):
         os.close(os.open(name, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=fd))
 
 

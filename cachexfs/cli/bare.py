@@ -12,6 +12,7 @@ import stat
 from dataclasses import dataclass, field
 
 from cachexfs.cli.protocol import Latest
+from cachexfs.core import witnesses
 from cachexfs.core.commitfiles import is_unfinished_marker, step_of, unfinished_target
 from cachexfs.core.formats import (
     Members,
@@ -110,6 +111,28 @@ def newest(directory: str, below: int | None) -> Latest:
     listed; a directory that does not exist may be a PFS that is not mounted, and is no "no".
     """
     base = os.fsencode(directory)
+    _make_sure(base)
+    latest = _newest(directory, base, below)
+    _make_sure(base)
+    return latest
+
+
+def _make_sure(base: bytes) -> None:
+    """Raise ``CannotTellError`` when the PFS does not show all of its files: a newer checkpoint may be among them."""
+    while True:
+        try:
+            seen = os.listdir(os.path.join(base, PRIVATE, witnesses.DIRECTORY))
+        except OSError:  # not a directory that a mount has used, or another user's
+            if os.path.dirname(base) == base:
+                return
+            base = os.path.dirname(base)
+            continue
+        if said := witnesses.complaint(seen):
+            raise CannotTellError(said)
+        return
+
+
+def _newest(directory: str, base: bytes, below: int | None) -> Latest:
     verdicts = _Verdicts()
     tree = _Tree(base, verdicts)
     try:

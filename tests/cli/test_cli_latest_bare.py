@@ -12,6 +12,7 @@ from cli_support import Run, list_mount
 
 from cachexfs.cli import bare, latest
 from cachexfs.cli.child import run_in_child
+from cachexfs.core.witnesses import witnesses
 from cachexfs.errors import CannotTellError, UsageError
 
 
@@ -136,3 +137,16 @@ def test_results_and_errors_come_back_from_a_child() -> None:
         run_in_child(die, 30)
     with pytest.raises(CannotTellError):
         bare.newest("/does/not/exist", None)
+
+
+def test_while_a_server_of_the_pfs_is_down_nothing_is_certain(run_dir: Path, run: Run) -> None:
+    """Its files are left out of listings: a newer checkpoint may be among them."""
+    names = run_dir.parent / ".cachexfs/names"
+    names.mkdir(parents=True)
+    for name in witnesses(4):
+        (names / os.fsdecode(name)).touch()
+    assert run("latest", run_dir).code == 0
+    (names / "02.04").unlink()
+    ran = run("latest", run_dir)
+    assert (ran.code, ran.out) == (4, "")
+    assert "1 of the 4 names in .cachexfs/names are missing" in ran.err

@@ -17,6 +17,7 @@ import pytest
 from lab_base import Lab, LabError, why_not
 from lab_gluster import Gluster
 from lab_moosefs import MooseFs
+from lab_run import MAKE
 from real_support import Template
 
 from cachexfs.demo.cluster import LocalCluster
@@ -50,23 +51,23 @@ def lab() -> Iterator[Lab]:
 
 
 @pytest.fixture(scope="session")
-def _strict(lab: Lab) -> Gluster:
-    return _started(lambda: Gluster(lab, "strict", "disperse", 3, 3, ping_s=3, cache_s=0))
+def _strict(lab: Lab) -> Gluster | MooseFs:
+    return _started(lambda: MAKE["strict"](lab))
 
 
 @pytest.fixture(scope="session")
-def _nasty(lab: Lab) -> Gluster:
-    return _started(lambda: Gluster(lab, "nasty", "distribute", 2, 2, ping_s=3, cache_s=1))
+def _nasty(lab: Lab) -> Gluster | MooseFs:
+    return _started(lambda: MAKE["nasty"](lab))
 
 
 @pytest.fixture(scope="session")
-def _small(lab: Lab) -> Gluster:
-    return _started(lambda: Gluster(lab, "small", "distribute", 1, 1, ping_s=42, cache_s=0, xfs_mib=400))
+def _small(lab: Lab) -> Gluster | MooseFs:
+    return _started(lambda: MAKE["small"](lab))
 
 
 @pytest.fixture(scope="session")
-def _moose(lab: Lab) -> MooseFs:
-    return _started(lambda: MooseFs(lab, "moose", 2, 1))
+def _moose(lab: Lab) -> Gluster | MooseFs:
+    return _started(lambda: MAKE["moose"](lab))
 
 
 @pytest.fixture
