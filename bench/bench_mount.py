@@ -345,7 +345,12 @@ def named(pid: int) -> str:
         words = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
     except OSError:
         return "ended"
-    known = (("cachexfs.supervisor", "supervisor"), ("pfs_child", "PFS worker"), ("etcd", "etcd"), ("daemon", "daemon"))
+    known = (
+        ("cachexfs.supervisor", "supervisor"),
+        ("pfs_worker", "PFS worker"),
+        ("etcd", "etcd"),
+        ("daemon", "daemon"),
+    )
     return next((name for mark, name in known if mark in words), words.strip()[-24:] or "?")
 
 
