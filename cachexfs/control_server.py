@@ -22,12 +22,14 @@ from cachexfs.core.records import ROOT_FID, Inode, OpKind
 from cachexfs.engine.attributes import rfc3339
 from cachexfs.engine.completeness import Checkpoint, Completeness
 from cachexfs.engine.filesystem import Parts
+from cachexfs.engine.refresh import Refreshed, Refresher
 from cachexfs.errors import EXIT_CANNOT_TELL, EXIT_NO, EXIT_TIMEOUT, EXIT_USAGE, CacheXError, CannotTellError, FsError
 
 log = logging.getLogger(__name__)
 
 REQUEST_BYTES_MAX = 64 << 10
 POLL_S = 0.2
+PROGRESS_S = 2.0
 STALLED_S = 60.0
 HEARTBEAT_S = 2.0  # a client takes 10 s of silence for a daemon that hangs
 PATIENCE_S = 2.0  # for a commit file that is being read
@@ -109,7 +111,7 @@ class ControlServer:
     async def _answer(self, request: Answer, send: Send) -> None:
         operations: dict[str, Callable[[Answer, Send], Awaitable[None]]] = {
             "ping": self._ping, "status": self._status, "explain": self._explain, "wait": self._wait,
-            "latest": self._latest, "umount": self._umount, "sources": self._sources,
+            "latest": self._latest, "umount": self._umount, "sources": self._sources, "refresh": self._refresh,
             "drill": partial(control_recovery.drill, self.node, self.completeness),
             "dead": partial(control_recovery.dead, self.vouch),
         }  # fmt: skip
@@ -180,6 +182,27 @@ class ControlServer:
             answer["checkpoints"] = []
             answer["file"] = self._file(str(path), inode, attributes)
         await send(answer)
+
+    async def _refresh(self, request: Answer, send: Send) -> None:
+        """Look at the PFS again, at and below a path."""
+        fid, _ = await self._resolve(request.get("path"))
+        parts = self.parts
+        refresher = Refresher(self.node, parts.files, parts.reader, parts.importer, parts.drainer)
+        found: Refreshed | None = None
+
+        async def work() -> None:
+            nonlocal found
+            found = await refresher.refresh(fid, forget=bool(request.get("forget")))
+            nursery.cancel_scope.cancel()
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(work)
+            while True:
+                await trio.sleep(PROGRESS_S)
+                await send({"progress": {}})
+        assert found is not None
+        lists = {name: getattr(found, name) for name in ("new", "changed", "missing", "forgotten", "busy")}
+        await send({"done": True, **{name: [_text(path) for path in paths] for name, paths in lists.items()}})
 
     def _mount_facts(self) -> Answer:
         node, drainer, view = self.node, self.parts.drainer, self.node.catalogue.view

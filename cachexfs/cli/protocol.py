@@ -100,6 +100,16 @@ class FileState(msgspec.Struct, frozen=True):
     t_pfs: str | None = None
 
 
+class Refreshed(msgspec.Struct, frozen=True):
+    """What a look at the PFS has found; paths relative to the mount."""
+
+    new: tuple[str, ...] = ()
+    changed: tuple[str, ...] = ()
+    missing: tuple[str, ...] = ()
+    forgotten: tuple[str, ...] = ()
+    busy: tuple[str, ...] = ()
+
+
 class Status(msgspec.Struct, frozen=True):
     """One mount, or one path of it."""
 

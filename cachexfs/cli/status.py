@@ -9,12 +9,21 @@ import time
 from dataclasses import dataclass
 
 import click
+import msgspec
 
 from cachexfs.cli import client, mounts
 from cachexfs.cli.output import shown, table, write, write_error, write_json
-from cachexfs.cli.protocol import Checkpoint, FileState, Status
+from cachexfs.cli.protocol import Checkpoint, FileState, Refreshed, Status
 from cachexfs.core.sizes import format_duration, format_rate, format_size
-from cachexfs.errors import EXIT_CANNOT_TELL, EXIT_DONE, EXIT_NOT_DURABLE, CacheXError, CannotTellError
+from cachexfs.errors import (
+    EXIT_CANNOT_TELL,
+    EXIT_DONE,
+    EXIT_NO,
+    EXIT_NOT_DURABLE,
+    CacheXError,
+    CannotTellError,
+    UsageError,
+)
 
 CLEAR_SCREEN = "\x1b[H\x1b[2J"
 LIST_MAX = 20
@@ -64,12 +73,20 @@ def problems(status: Status) -> list[str]:
 @click.option("--watch", is_flag=True, help="Repeat until Ctrl-C.")
 @click.option("--interval", "interval_s", type=click.FloatRange(min=0.1), default=1.0, show_default=True,
               metavar="SECONDS", help="How often with --watch.")  # fmt: skip
+@click.option(
+    "--refresh", is_flag=True, help="Take in what was changed on the PFS behind the mount, at and below PATH."
+)
+@click.option("--forget", is_flag=True, help="With --refresh: forget names that are gone there.")
 @click.option("--json", "as_json", is_flag=True, help="Print a JSON object (with --watch, one a line).")
-def command(path: str | None, watch: bool, interval_s: float, as_json: bool) -> int:
+def command(path: str | None, watch: bool, interval_s: float, refresh: bool, forget: bool, as_json: bool) -> int:
     """Show a PATH inside a mount, or every mount of this node.
 
-    Exit 3 on any error or lost protection, 4 if a daemon does not answer.
+    Exit 3 on any error or lost protection, 4 if a daemon does not answer. With --refresh: 1 if names are missing.
     """
+    if refresh or forget:
+        if not refresh or path is None or watch:
+            raise UsageError("--refresh needs a PATH inside a mount and goes without --watch; --forget needs --refresh")
+        return _refresh(path, forget=forget, as_json=as_json)
     while True:
         try:
             reports = _collect(path)
@@ -92,6 +109,28 @@ def command(path: str | None, watch: bool, interval_s: float, as_json: bool) -> 
     if EXIT_NOT_DURABLE in [report.exit_code for report in reports]:
         return EXIT_NOT_DURABLE
     return max(report.exit_code for report in reports)
+
+
+def _refresh(path: str, *, forget: bool, as_json: bool) -> int:
+    entry, relative = client.locate(path)
+    line = client.ask_raw(entry, {"op": "refresh", "path": relative, "forget": forget})
+    found = client.decode(entry, line, Refreshed)
+    code = EXIT_NO if found.missing else EXIT_DONE
+    if as_json:
+        write_json({**msgspec.to_builtins(found), "exit": code})
+        return code
+    words = [
+        ("new", found.new), ("changed", found.changed), ("missing on the PFS", found.missing),
+        ("forgotten", found.forgotten), ("left alone, changes are pending", found.busy),
+    ]  # fmt: skip
+    for word, paths in words:
+        for name in paths[:LIST_MAX]:
+            write(f"{word}: {shown(name) or '.'}")
+        if len(paths) > LIST_MAX:
+            write(f"{word}: ... and {len(paths) - LIST_MAX} more (--json lists all)")
+    if found.missing:
+        write("a server that is down looks the same; if they are gone for good: --refresh --forget")
+    return code
 
 
 def _collect(path: str | None) -> list[Report]:

@@ -177,6 +177,10 @@ class PendingOrder:
         """Whether anything at or below a path is pending."""
         return path in self._under or path in self._at
 
+    def pending_at(self, path: bytes) -> bool:
+        """Whether a change of this very name is pending."""
+        return path in self._at
+
     def commit_between(self, path: bytes, low: bytes, high: bytes) -> bool:
         """Whether an operation between two pending ones waits for what ``low`` lands at ``path``."""
         if low not in self._ops or high not in self._ops:

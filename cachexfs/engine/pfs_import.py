@@ -79,12 +79,13 @@ class Importer:
                 return
             for fid, (name, found) in zip(fids, entries, strict=True):
                 if tx.dirent(parent, name) is None:
-                    _enter(tx, parent, name, fid, found)
+                    enter(tx, parent, name, fid, found)
 
         await self.node.catalogue.mutate(take)
 
 
-def _enter(tx: Tx, parent: int, name: bytes, fid: int, found: PfsStat) -> None:
+def enter(tx: Tx, parent: int, name: bytes, fid: int, found: PfsStat) -> None:
+    """A name that the PFS has and the catalogue did not know. A file with several names there becomes several files."""
     file = found.kind == "f"
     mtime_s = found.mtime_ns / 1e9
     gen = 1 if file else 0

@@ -123,3 +123,28 @@ def test_mount_prints_what_it_made_and_foreground_ends_with_a_signal(
         assert daemon.wait(TIMEOUT_S) == 0
     assert not os.path.ismount(cluster.nodes[0].mountpoint)
     assert (cluster.pfs / "f").read_bytes() == b"f"
+
+
+def test_refresh_takes_in_what_was_changed_on_the_pfs(alone: LocalCluster) -> None:
+    mount, pfs = alone.nodes[0].mountpoint, alone.pfs
+    directory = mount / "shared"
+    directory.mkdir()
+    for name in ("changed", "gone"):
+        (directory / name).write_text("mine")
+    assert run(alone, "wait", directory, "--at", "pfs", "--timeout", "30").code == 0
+    time.sleep(0.1)  # directories' own times land last
+    (pfs / "shared/new").write_text("theirs")
+    (pfs / "shared/changed").unlink()
+    (pfs / "shared/changed").write_text("theirs, longer")
+    (pfs / "shared/gone").unlink()
+    assert not (directory / "new").exists()
+    found = run(alone, "status", directory, "--refresh", "--json")
+    said = json.loads(found.out)
+    assert (said["new"], said["changed"], said["missing"]) == (["shared/new"], ["shared/changed"], ["shared/gone"])
+    assert found.code == said["exit"] == 1
+    assert (directory / "new").read_text() == "theirs"
+    assert sorted(os.listdir(directory)) == ["changed", "gone", "new"]
+    ended = run(alone, "status", directory, "--refresh", "--forget")
+    assert (ended.code, ended.out) == (0, "forgotten: shared/gone\n")
+    assert sorted(os.listdir(directory)) == ["changed", "new"]
+    assert run(alone, "status", directory, "--forget").code == 2

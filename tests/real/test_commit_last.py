@@ -9,6 +9,7 @@ from real_support import PfsWatcher, Template, pfs_away, until, write_file
 
 from cachexfs.demo.cluster import LocalCluster
 from cachexfs.demo.control import xattr
+from cachexfs.errors import EXIT_NOT_DURABLE
 
 Templates = tuple[Template, Template]
 SAVES = 6
@@ -43,6 +44,33 @@ def test_overwrites_in_place_are_never_a_mixture_on_the_pfs(
         until("the watcher has looked", lambda: watcher.verdict.whole > seen)
     assert watcher.verdict.wrong == []
     assert templates[(SAVES - 1) % 2].same_as(cluster.pfs / "ckpt") == []
+
+
+def test_members_without_their_commit_file_leave_the_old_checkpoint_as_it_is(
+    make_cluster: Callable[..., LocalCluster], templates: Templates
+) -> None:
+    """A save dies before its commit file: the bytes are safe, the PFS shows the old checkpoint, umount says what is left.
+
+    Mounted again, the next save brings everything."""
+    cluster = make_cluster(2)
+    mounts = [node.mountpoint for node in cluster.nodes]
+    with PfsWatcher(cluster.pfs, templates) as watcher:
+        templates[0].save(mounts, "ckpt")
+        until("on the PFS", lambda: xattr(mounts[0] / "ckpt", "restartable") == "pfs")
+        for rank, name in enumerate(templates[1].shards()):
+            write_file(mounts[rank % 2] / "ckpt" / name, templates[1].files[name], sync=False)
+        until("nothing but what is held is left", lambda: "new commit file" in cluster.run(0, "explain", mounts[0]).out)
+        assert templates[0].same_as(cluster.pfs / "ckpt") == []
+        assert xattr(mounts[0] / "ckpt", "restartable") == "no"
+        ended = cluster.run(0, "umount", mounts[0], "--timeout", "2")
+        assert ended.code == EXIT_NOT_DURABLE
+        assert "new commit file" in ended.out + ended.err
+        assert templates[0].same_as(cluster.pfs / "ckpt") == []
+        cluster.remount(0)
+        templates[1].save(mounts, "ckpt")
+        until("on the PFS", lambda: xattr(mounts[1] / "ckpt", "restartable") == "pfs")
+        assert templates[1].same_as(cluster.pfs / "ckpt") == []
+    assert watcher.verdict.wrong == []
 
 
 def test_removals_take_the_commit_file_first(make_cluster: Callable[..., LocalCluster], templates: Templates) -> None:
