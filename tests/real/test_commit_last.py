@@ -49,8 +49,8 @@ def test_overwrites_in_place_are_never_a_mixture_on_the_pfs(
 def test_members_without_their_commit_file_leave_the_old_checkpoint_as_it_is(
     make_cluster: Callable[..., LocalCluster], templates: Templates
 ) -> None:
-    """A save dies before its commit file: the PFS shows the old checkpoint, umount says what is left; mounted again, the
-    next save brings everything."""
+    """A save dies before its commit file: the PFS shows the old checkpoint, umount says what is left. Mounted again,
+    the next save brings everything."""
     cluster = make_cluster(2)
     mounts = [node.mountpoint for node in cluster.nodes]
     with PfsWatcher(cluster.pfs, templates) as watcher:
