@@ -11,13 +11,15 @@ directory on tmpfs unless ``--pfs`` names one: what is measured is the daemon, n
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import shutil
+import sys
 import tempfile
 import threading
 import time
 from pathlib import Path
+
+from compare import Report
 
 from cachexfs.demo import control
 from cachexfs.demo.cluster import LocalCluster
@@ -25,8 +27,7 @@ from cachexfs.demo.cluster import LocalCluster
 FILE_BYTES = 4096
 DIRECTORY_FILES = 1000
 WRITERS = 4
-
-Rows = dict[str, tuple[float, str]]
+MEMORY_MIB_MAX = 300
 
 
 def resident_mib(pid: int, field: str = "VmRSS") -> float:
@@ -72,73 +73,81 @@ def list_long(mount: Path) -> int:
     return found
 
 
-def timed(rows: Rows, what: str, cluster: LocalCluster, *arguments: str) -> None:
-    began = time.perf_counter()
-    cluster.run(0, *arguments)
-    rows[what] = (time.perf_counter() - began, "s")
+class Measured:
+    """One run's cluster and where its numbers go."""
 
+    def __init__(self, report: Report, cluster: LocalCluster, files: int) -> None:
+        self.report, self.cluster, self.files = report, cluster, files
+        self.mount = cluster.nodes[0].mountpoint
 
-def measure(rows: Rows, cluster: LocalCluster, files: int) -> None:
-    mount = cluster.nodes[0].mountpoint
-    rows["memory, empty"] = (resident_mib(daemon_pid(cluster)), "MiB")
-    began = time.perf_counter()
-    write_files(mount, files)
-    rows["create, 4 KiB, close"] = (files / (time.perf_counter() - began), "files/s")
-    rows["pending then"] = (float(cluster.status(0).pending_ops), "changes")
-    rows["memory, some pending"] = (resident_mib(daemon_pid(cluster)), "MiB")
-    while cluster.status(0).pending_ops:
-        time.sleep(1.0)
-    rows["until all had landed"] = (files / (time.perf_counter() - began), "files/s")
-    rows["memory, all landed"] = (resident_mib(daemon_pid(cluster)), "MiB")
-    rows["memory at most"] = (resident_mib(daemon_pid(cluster), "VmHWM"), "MiB")
-    for what in ("ls -lR", "ls -lR again"):
+    def memory(self, when: str, field: str = "VmRSS") -> None:
+        """A row of the daemon's memory; the bound is that of 100,000 files and counts from there down."""
+        self.report.absolute(
+            f"memory, {when}", "MiB", resident_mib(daemon_pid(self.cluster), field), MEMORY_MIB_MAX, at_most=True
+        )
+
+    def rate(self, what: str, began_s: float) -> None:
+        self.report.absolute(what, "files/s", self.files / (time.perf_counter() - began_s))
+
+    def listing(self, what: str) -> None:
         began = time.perf_counter()
-        assert list_long(mount) == files
-        rows[what] = (time.perf_counter() - began, "s")
-    timed(rows, "status", cluster, "status", str(mount))
-    timed(rows, "latest", cluster, "latest", str(mount))
-    rows["memory, listed"] = (resident_mib(daemon_pid(cluster)), "MiB")
-    cluster.kill(0)
-    cluster.detach(0)
-    timed(rows, "mount after kill -9", cluster, *cluster.mount_arguments(0))
-    rows["memory, mounted again"] = (resident_mib(daemon_pid(cluster)), "MiB")
-    began = time.perf_counter()
-    assert list_long(mount) == files
-    rows["ls -lR, mounted again"] = (time.perf_counter() - began, "s")
-    began = time.perf_counter()
-    cluster.umount()
-    rows["umount"] = (time.perf_counter() - began, "s")
-    cluster.mount()
-    began = time.perf_counter()
-    assert list_long(mount) == files
-    rows["ls -lR, fresh mount of the PFS"] = (time.perf_counter() - began, "s")
-    rows["memory, fresh mount"] = (resident_mib(daemon_pid(cluster)), "MiB")
-    cluster.umount()
+        assert list_long(self.mount) == self.files
+        self.report.absolute(what, "s", time.perf_counter() - began)
+
+    def command(self, what: str, *arguments: str) -> None:
+        began = time.perf_counter()
+        self.cluster.run(0, *arguments)
+        self.report.absolute(what, "s", time.perf_counter() - began)
+
+    def run(self) -> None:
+        """All rows, in the order of a life."""
+        cluster, mount = self.cluster, self.mount
+        self.memory("empty")
+        began = time.perf_counter()
+        write_files(mount, self.files)
+        self.rate("create, 4 KiB, close", began)
+        while cluster.status(0).pending_ops:
+            time.sleep(0.2)
+        self.rate("until all had landed", began)
+        self.memory("all landed")
+        self.memory("at most", "VmHWM")
+        self.listing("ls -lR")
+        self.command("status", "status", str(mount))
+        self.command("latest", "latest", str(mount))
+        began = time.perf_counter()
+        for _ in range(100):
+            os.statvfs(mount)
+        self.report.absolute("statfs", "ms", (time.perf_counter() - began) * 10)
+        cluster.kill(0)
+        cluster.detach(0)
+        self.command("mount after kill -9", *cluster.mount_arguments(0))
+        self.listing("ls -lR, mounted again")
+        self.memory("mounted again")
+        self.command("umount", "umount", str(mount))
+        cluster.mount()
+        self.listing("ls -lR, fresh mount of the PFS")
+        self.memory("fresh mount")
+        cluster.umount()
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--files", type=int, default=100_000)
     parser.add_argument("--pfs", type=Path, help="default: on tmpfs")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
-    rows: Rows = {}
+    report = Report(arguments.json)
     scratch = Path(tempfile.mkdtemp(prefix="cachex-scale-", dir="/dev/shm"))
     try:
         memory = str(4 * arguments.files * FILE_BYTES + (1 << 30))
         options = {"fsync": "returned", "memory": memory, "supervisor": "off"}
         with LocalCluster(scratch / "c", 1, arguments.pfs, options) as cluster:
             cluster.mount()
-            measure(rows, cluster, arguments.files)
+            Measured(report, cluster, arguments.files).run()
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
-    if arguments.json:
-        print(json.dumps(rows, indent=1))
-        return
-    print(f"{arguments.files} files of {FILE_BYTES} bytes")
-    for what, (value, unit) in rows.items():
-        print(f"{what:32} {value:10.1f} {unit}")
+    return report.end()
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -9,7 +9,7 @@ Concurrency: decisions are synchronous; removing a replica and telling the catal
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import trio
 
@@ -36,6 +36,8 @@ class Keeper:
         self.spiller = Spiller(node, files)
         self.spiller.on_full = self._make_spill_room
         self.evicted_bytes = 0
+        self._candidates: dict[str, int] | None = None
+        self._candidate_bytes = 0
         self._is_spilling = False
         #: called when a writer gets no room though everything on the PFS is evicted and nothing more can be spilled
         self.on_pressure: Callable[[], None] = lambda: None
@@ -65,6 +67,8 @@ class Keeper:
                     stages[old.synced.stage] = None
                 if new is None:
                     self.files.orphaned(int(key[2:], 16), old)
+            if isinstance(new, Inode):
+                self._note_landed(int(key[2:], 16), new)
         for stage in stages:
             self.check(stage)
 
@@ -87,10 +91,11 @@ class Keeper:
         if not stage or self.referenced(stage):
             return
         if self.node.staging.has(stage):
+            self._forget_candidate(stage)
             self.node.staging.remove(stage)
             self._free()
         replicas = self.node.replicas
-        if replicas is not None and self._nursery is not None and stage in replicas.stages():
+        if replicas is not None and self._nursery is not None and replicas.path(stage, 0) is not None:
             self._nursery.start_soon(self._drop_replica, stage)
 
     async def _drop_replica(self, stage: str) -> None:
@@ -120,6 +125,7 @@ class Keeper:
         staging = self.node.staging
         before = staging.used_bytes + staging.spilled_bytes
         self.files.evicted(fid)
+        self._forget_candidate(stage)
         staging.remove(stage)
         self.evicted_bytes += before - staging.used_bytes - staging.spilled_bytes
         if self._nursery is not None:
@@ -145,26 +151,52 @@ class Keeper:
             self._is_spilling = False
 
     def evictable_bytes(self) -> int:
-        """Bytes of staging that a writer could get by eviction."""
-        total = 0
-        for fid, _ in self._evictable():
-            inode = self.node.catalogue.view.inode(fid)
-            total += inode.size if inode is not None else 0
-        return total
+        """Bytes of staging that a writer could get by eviction (files that are open now included)."""
+        self._known_candidates()
+        return self._candidate_bytes
 
-    def _evictable(self) -> list[tuple[int, str]]:
-        view, found = self.node.catalogue.view, []
-        for stage in self.node.staging.stages():
+    def _evictable(self) -> Iterator[tuple[int, str]]:
+        """(file id, stage) of what may go now, what landed first first. Looks no further than it is asked."""
+        view = self.node.catalogue.view
+        for stage in list(self._known_candidates()):
             fid, _ = parse_stage(stage)
             inode, generation = view.inode(fid), view.generation(fid)
-            if inode is None or generation is None or generation.stage != stage:
+            if inode is None or generation is None or generation.stage != stage or not self.node.staging.has(stage):
+                self._forget_candidate(stage)
                 continue
             vnode = self.files.known(fid)
             if not self.node.on_pfs(fid, inode) or (vnode is not None and (vnode.dirty or vnode.handles)):
                 continue
             if not any(op.stage == stage for _, op in view.ops_of(fid)):
-                found.append((inode.t_pfs_s, fid, stage))
-        return [(fid, stage) for _, fid, stage in sorted(found)]
+                yield fid, stage
+
+    def _known_candidates(self) -> dict[str, int]:
+        """Staged contents that have landed: stage -> bytes, in the order of landing. The first call looks at all."""
+        if self._candidates is None:
+            self._candidates, view = {}, self.node.catalogue.view
+            landed = []
+            for stage in self.node.staging.stages():
+                fid, _ = parse_stage(stage)
+                inode, generation = view.inode(fid), view.generation(fid)
+                if inode is not None and generation is not None and generation.stage == stage:
+                    landed.append((inode.t_pfs_s, fid, inode))
+            for _, fid, inode in sorted(landed, key=lambda row: row[:2]):
+                self._note_landed(fid, inode)
+        return self._candidates
+
+    def _note_landed(self, fid: int, inode: Inode) -> None:
+        """A file's record has changed: its content may have reached the PFS."""
+        if self._candidates is None or inode.pfs is None or inode.pfs.gen != inode.gen:
+            return
+        generation = self.node.catalogue.view.generation(fid)
+        stage = generation.stage if generation is not None else ""
+        if stage and stage not in self._candidates and self.node.staging.has(stage):
+            self._candidates[stage] = inode.size
+            self._candidate_bytes += inode.size
+
+    def _forget_candidate(self, stage: str) -> None:
+        if self._candidates is not None:
+            self._candidate_bytes -= self._candidates.pop(stage, 0)
 
     async def retire(self, fid: int) -> None:
         """Give up this node's copies of a file that is on the PFS; not while it is open or anything is pending.
@@ -190,9 +222,10 @@ class Keeper:
             return
         if self.node.staging.has(stage):
             self.files.evicted(fid)
+            self._forget_candidate(stage)
             self.node.staging.remove(stage)
             self._free()
-        if replicas is not None and stage in replicas.stages():
+        if replicas is not None and replicas.path(stage, 0) is not None:
             await self._drop_replica(stage)
 
     async def _tell_evicted(self, fid: int) -> None:
