@@ -63,11 +63,15 @@ def _swap(mountpoint: str, interpreter: str, timeout_s: float, as_json: bool) ->
     if found.entry is None:
         raise client.dead(found.mount.mountpoint, None)
     socket = client.supervisor_socket(found.entry)
-    before = _ask(socket, "status", found.mount.mountpoint)
-    said = str(_ask(socket, f"restart {interpreter}".strip(), found.mount.mountpoint).get("said"))
-    if said.startswith("not now"):
-        raise CannotTellError(f"the supervisor of {mountpoint} does not restart its daemon ({said}): try again later")
     deadline_s = time.monotonic() + timeout_s
+    while True:
+        before = _ask(socket, "status", found.mount.mountpoint)
+        said = str(_ask(socket, f"restart {interpreter}".strip(), found.mount.mountpoint).get("said"))
+        if not said.startswith("not now"):
+            break
+        if before["phase"] not in ("starting", "backoff", "retiring") or time.monotonic() > deadline_s:
+            raise CannotTellError(f"the supervisor of {mountpoint} does not restart its daemon ({said})")
+        time.sleep(POLL_S)
     while True:
         now = _ask(socket, "status", found.mount.mountpoint)
         if now["swaps_refused"] != before["swaps_refused"]:

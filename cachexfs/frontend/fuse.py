@@ -14,12 +14,15 @@ import errno
 import functools
 import logging
 import stat
+from bisect import bisect_right
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
+from operator import itemgetter
 from typing import Any, TypeVar, cast
 
 import pyfuse3
 import trio
+import xxhash
 from pyfuse3 import EntryAttributes, FileInfo, FUSEError
 
 from cachexfs.core.changes import NewAttrs
@@ -66,6 +69,11 @@ def handler(function: H) -> H:
     return cast(H, guarded)
 
 
+def _place(name: bytes) -> int:
+    """Where a name stands in the listings of any daemon, 1 to 2**62: a reader goes on there after a daemon's death."""
+    return (xxhash.xxh3_64_intdigest(name) >> 2) + 1
+
+
 class Operations(pyfuse3.Operations):  # type: ignore[misc]
     """pyfuse3's operations on a ``Filesystem``."""
 
@@ -80,7 +88,7 @@ class Operations(pyfuse3.Operations):  # type: ignore[misc]
         self._timeout_s = timeout_s
         self._hide_xattrs = hide_xattrs
         self._handles: dict[int, Handle] = {}
-        self._listings: dict[int, tuple[int, list[tuple[bytes, Attr]] | None]] = {}
+        self._listings: dict[int, tuple[int, list[tuple[int, bytes, Attr]] | None]] = {}
         self._next_handle = 1
         self._supervisor: Supervisor | None = None
         self._waiters = trio.CapacityLimiter(TASKS_MAX - TASKS_RESERVED)
@@ -291,11 +299,10 @@ class Operations(pyfuse3.Operations):  # type: ignore[misc]
     async def readdir(self, fh: int, start_id: int, token: pyfuse3.ReaddirToken) -> None:
         ino, names = self._listings[fh]
         if names is None or start_id == 0:
-            names = await self.filesystem.names(ino)
+            names = sorted((_place(name), name, attr) for name, attr in await self.filesystem.names(ino))
             self._listings[fh] = (ino, names)
-        for at in range(start_id, len(names)):
-            name, attr = names[at]
-            if not pyfuse3.readdir_reply(token, name, self._entry(attr), at + 1):
+        for place, name, attr in names[bisect_right(names, start_id, key=itemgetter(0)) :]:
+            if not pyfuse3.readdir_reply(token, name, self._entry(attr), place):
                 return
             if attr.kind == "f":
                 try:

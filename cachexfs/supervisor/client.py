@@ -17,6 +17,7 @@ from __future__ import annotations
 import array
 import os
 import socket
+from contextlib import suppress
 from typing import Self
 
 from . import messages
@@ -196,7 +197,8 @@ def _wait_for_handover(fd: int) -> tuple[list[int], bool]:
     """Say that this process waits, then wait for the mount: (descriptors, passthrough)."""
     with socket.socket(fileno=fd) as sock:
         os.set_inheritable(fd, False)
-        sock.send(Message(messages.HANDOVER).pack())
+        with suppress(BrokenPipeError):  # it may have given the mount already, and has closed its end then
+            sock.send(Message(messages.HANDOVER).pack())
         raw, fds, _, _ = socket.recv_fds(sock, messages.MESSAGE_BYTES + 1, len(messages.ENV_FDS))
     if not raw:
         raise SystemExit(0)

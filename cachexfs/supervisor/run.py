@@ -15,6 +15,7 @@ import time
 from collections.abc import Mapping
 
 from . import messages, mount
+from .blame import HANG_WEIGHT, LOOKS, Blame
 from .child import Child, Program
 from .control import Control
 from .lifecycle import EXIT_NOT_DURABLE, Lifecycle, Phase
@@ -29,9 +30,6 @@ from .status import StatusSocket
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD)
 #: A daemon that served this long is one that can run, even if nobody asked it anything. Seconds.
 _STABLE_S = 5.0
-#: A hang counts as so many deaths: each costs the applications ``request_s``.
-_HANG_WEIGHT = 2
-_LOOKS = 4
 #: When the next standby is started after one died. Seconds.
 _STANDBY_AGAIN_S = 30.0
 
@@ -58,9 +56,7 @@ class Supervisor:
         self._answered_at_start = 0
         self._served_s = 0.0
         self._kill_reason = ""
-        self._suspicions: dict[int, int] = {}
-        self._oldest_seen = self._oldest_looks = 0
-        self._given_up = 0
+        self._blame = Blame(self._pump, plan.limits)
         self._started_s = time.monotonic()
         self._unmounter: mount.Unmounter | None = None
         self._signal_fd, self._wakeup_fd = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
@@ -172,6 +168,8 @@ class Supervisor:
         now = time.monotonic()
         life.enter(Phase.STARTING, now + limits.start_s)
         life.life += 1
+        if self._is_swap_wanted:  # the old daemon has died before it was told to end
+            self._program = self._ahead.program
         self._is_initialised = self._is_ready = self._is_swap_wanted = False
         self._kill_reason = ""
         life.deadlines.pop("warm", None)
@@ -191,15 +189,6 @@ class Supervisor:
         self._child = child
         self._epoll.register(child.control.fileno(), select.EPOLLIN)
         self._pump.attach(child.peer_fd)
-
-    def _suspect(self, weight: int) -> None:
-        """The daemon died of something it was asked: after too many such deaths the oldest request gets EIO."""
-        self._suspicions = {u: self._suspicions.get(u, 0) + weight for u in self._pump.pending_uniques()}
-        oldest = self._pump.oldest_unique
-        if self._suspicions.get(oldest, 0) > self._plan.limits.suspicions_max:
-            log(f"request {oldest} has been with too many daemons that died: answered with EIO")
-            self._given_up += 1
-            self._pump.give_up_on(oldest)
 
     def _init_answered(self, why: str) -> None:
         if why:
@@ -308,7 +297,7 @@ class Supervisor:
         else:
             life.restarts += 1
             if code != -signal.SIGKILL and not self._had_progress():
-                self._suspect(1)
+                self._blame.daemon_ended()
             self._failed(f"daemon {child.pid} ended with {_say_exit(code)}")
 
     def _failed(self, why: str) -> None:
@@ -335,16 +324,10 @@ class Supervisor:
         )
 
     def _check_oldest(self) -> None:
-        """Look ``_LOOKS`` times per ``request_s`` whether the same request is still the oldest."""
         limits = self._plan.limits
-        self._life.deadlines["oldest"] = time.monotonic() + limits.request_s / _LOOKS
-        oldest = self._pump.oldest_unique
-        is_same = bool(oldest) and oldest == self._oldest_seen and self._life.phase is Phase.SERVING
-        self._oldest_looks = self._oldest_looks + 1 if is_same else 0
-        self._oldest_seen = oldest
-        if self._oldest_looks >= _LOOKS:
-            self._oldest_looks = 0
-            self._suspect(_HANG_WEIGHT)
+        self._life.deadlines["oldest"] = time.monotonic() + limits.request_s / LOOKS
+        if self._blame.is_hung(self._life.phase is Phase.SERVING):
+            self._blame.daemon_ended(HANG_WEIGHT)
             self._kill(f"a request has been without an answer for {limits.request_s:g} s: the daemon hangs")
 
     # -- what the user asks -----------------------------------------------------------------------------
@@ -471,7 +454,7 @@ class Supervisor:
             "last_failure": life.last_failure,
             "requests_pending": pump.pending_count,
             "requests_answered": pump.answered,
-            "requests_given_up": self._given_up,
+            "requests_given_up": self._blame.given_up,
             "handles_open": self._session.handle_count,
             "passthrough": not self._session.no_passthrough and self._session.is_agreed,
             "passthrough_reason": self._session.no_passthrough,

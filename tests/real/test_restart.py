@@ -174,3 +174,32 @@ def test_without_a_supervisor_there_is_nothing_to_restart_with(make_cluster: Cal
     assert ended.code == 2
     assert "no supervisor" in ended.err
     assert cluster.run(0, "upgrade", str(cluster.nodes[0].mountpoint), "/no/such/prefix").code == 2
+
+
+def test_an_upgrade_goes_on_when_the_old_daemon_dies_meanwhile(
+    make_cluster: Callable[..., LocalCluster], tmp_path: Path
+) -> None:
+    cluster = make_cluster(1, {"supervisor": "on"})
+    mount = cluster.nodes[0].mountpoint
+    (mount / "f").write_bytes(b"1")
+    slow = interpreter(tmp_path / "slow", "sleep 1")
+    process = cluster.start(0, "upgrade", str(mount), str(slow))
+    until("the new program starts", lambda: any(runs(pid, slow) for pid in cluster.processes(0)))
+    cluster.kill_daemon(0)
+    assert (mount / "f").read_bytes() == b"1"
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 0, said
+    assert mark_of(daemon(cluster)) == "slow"
+    cluster.kill_daemon(0)
+    assert (mount / "f").read_bytes() == b"1"
+    until("another daemon answers", lambda: cluster.answers(0))
+    assert mark_of(daemon(cluster)) == "slow"
+    cluster.umount()
+
+
+def runs(pid: int, prefix: Path) -> bool:
+    """Whether a process is the shell script of an ``interpreter`` that has not become Python yet."""
+    try:
+        return os.fsencode(prefix / "bin/python") in Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return False

@@ -115,3 +115,30 @@ def test_bytes_that_were_overwritten_after_a_flush_outlive_the_daemon(
     cluster.umount()
     for size, data in wanted.items():
         assert (cluster.pfs / f"f{size}").read_bytes() == data
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_a_listing_goes_on_over_a_killed_daemon(make_cluster: Callable[..., LocalCluster], nodes: int) -> None:
+    """What is there all the time is listed once, whatever comes and goes meanwhile."""
+    cluster = make_cluster(nodes, {"supervisor": "on"})
+    directory = cluster.nodes[0].mountpoint / "d"
+    directory.mkdir()
+    for number in range(0, 3000, 2):
+        os.mknod(directory / f"name-{number:04}-{'x' * 60}")
+    seen: list[str] = []
+    with os.scandir(directory) as entries:
+        while len(seen) < 300:
+            seen.append(next(entries).name)
+        old = cluster.status(0).pid
+        cluster.kill_daemon(0)
+        until("another daemon answers", lambda: cluster.answers(0) and cluster.status(0).pid != old)
+        names = sorted(os.listdir(directory))
+        gone = set(names[::3])
+        for name in gone:
+            (directory / name).unlink()
+        for number in range(1, 600, 2):
+            os.mknod(directory / f"name-{number:04}-{'x' * 60}")
+        seen += [entry.name for entry in entries]
+    assert len(seen) == len(set(seen))
+    assert set(names) - gone <= set(seen)
+    cluster.umount()

@@ -17,9 +17,10 @@ from pathlib import Path
 import pytest
 
 from cachexfs.supervisor import notifier, pump, wire
+from cachexfs.supervisor.client import Supervisor
 from cachexfs.supervisor.control import Control
 from cachexfs.supervisor.lifecycle import EXIT_CANNOT_TELL
-from cachexfs.supervisor.messages import Message
+from cachexfs.supervisor.messages import ENV_STANDBY_FD, HANDOVER, Message, pack_state
 from cachexfs.supervisor.mount import changeable_by_others
 from cachexfs.supervisor.notifier import Notifier
 from cachexfs.supervisor.passthrough import Backings
@@ -202,3 +203,27 @@ def test_the_supervisor_does_not_mount_for_a_user_where_that_user_can_move_the_m
     )  # fmt: skip
     assert done.returncode == EXIT_CANNOT_TELL
     assert f"can change {inner.parent}" in done.stderr
+
+
+def test_a_mount_that_is_given_before_it_is_asked_for_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The daemon before died while this one, started ahead, was still at its imports."""
+    ours, theirs = seqpacket()
+    state = os.memfd_create("state")
+    os.write(state, pack_state(3, [], []))
+    os.lseek(state, 0, os.SEEK_SET)
+    pairs = [seqpacket() for _ in range(3)]
+    fds = [pair[1].fileno() for pair in pairs] + [state]
+    socket.send_fds(ours, [Message(HANDOVER, value=1).pack()], fds)
+    ours.close()
+    theirs.setblocking(True)
+    monkeypatch.setenv(ENV_STANDBY_FD, str(theirs.detach()))
+    taken = Supervisor.from_environ()
+    assert taken is not None
+    assert (taken.state.life, taken.passthrough) == (3, True)
+    os.close(int(taken.fuse_path.rpartition("/")[2]))
+    taken._control.close()
+    taken._events.close()
+    os.close(state)
+    for pair in pairs:
+        for sock in pair:
+            sock.close()
