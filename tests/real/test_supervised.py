@@ -123,21 +123,21 @@ def test_a_listing_goes_on_over_a_killed_daemon(make_cluster: Callable[..., Loca
     cluster = make_cluster(nodes, {"supervisor": "on"})
     directory = cluster.nodes[0].mountpoint / "d"
     directory.mkdir()
-    for number in range(0, 3000, 2):
-        os.mknod(directory / f"name-{number:04}-{'x' * 60}")
+    for number in range(0, 400, 2):
+        os.mknod(directory / f"name-{number:04}-{'x' * 240}")
     seen: list[str] = []
     with os.scandir(directory) as entries:
-        while len(seen) < 300:
+        while len(seen) < 20:
             seen.append(next(entries).name)
         old = cluster.status(0).pid
         cluster.kill_daemon(0)
         until("another daemon answers", lambda: cluster.answers(0) and cluster.status(0).pid != old)
         names = sorted(os.listdir(directory))
-        gone = set(names[::3])
+        gone = set(names[::5])
         for name in gone:
             (directory / name).unlink()
-        for number in range(1, 600, 2):
-            os.mknod(directory / f"name-{number:04}-{'x' * 60}")
+        for number in range(1, 60, 2):
+            os.mknod(directory / f"name-{number:04}-{'x' * 240}")
         seen += [entry.name for entry in entries]
     assert len(seen) == len(set(seen))
     assert set(names) - gone <= set(seen)
