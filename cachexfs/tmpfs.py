@@ -49,7 +49,9 @@ def prepare(options: MountOptions) -> str:
     for huge in (",huge=within_size", ""):
         command = ["mount", "-t", "tmpfs", "-o", f"size={size},mode=0700{owner}{huge}", "cachexfs-staging", directory]
         if subprocess.run(command, capture_output=True, check=False).returncode == 0:
-            break
+            return directory
+    if options.uid is not None and options.gid is not None:
+        os.chown(directory, options.uid, options.gid, follow_symlinks=False)
     return directory
 
 
@@ -58,9 +60,7 @@ def _make_for(options: MountOptions, directory: str) -> None:
     if options.staging is None:
         os.makedirs(os.path.dirname(directory), mode=0o755, exist_ok=True)
         os.makedirs(directory, mode=0o700, exist_ok=True)
-        if not os.path.ismount(directory):
-            os.chown(directory, options.uid or 0, options.gid or 0, follow_symlinks=False)
-        elif os.stat(directory).st_uid != options.uid:
+        if os.path.ismount(directory) and os.stat(directory).st_uid != options.uid:
             raise OSError(
                 errno.EEXIST, f"{directory} is the staging of another user's mount that did not end: umount it"
             )

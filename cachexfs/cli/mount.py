@@ -109,6 +109,8 @@ def _give(options: MountOptions, user: tuple[int, int]) -> None:
             "could lead root's mount elsewhere: use a directory of root's, or mount as that user"
         )
     give_directory(options.runtime_dir, user, "runtime directory")
+    if options.nvme is not None and not os.path.isdir(options.nvme):
+        raise UsageError(f"nvme={options.nvme} does not exist: mkdir -p {options.nvme}")
     if options.nvme_directory is not None and options.nvme is not None and os.stat(options.nvme).st_uid != user[0]:
         give_directory(os.path.dirname(options.nvme_directory), user, "job's NVMe directory")
     with acting_as(user):
