@@ -49,8 +49,10 @@ class Requests:
         self._open.add(request)
         try:
             yield
-        finally:
-            self._open.discard(request)
+        except Exception:
+            self._open.discard(request)  # an error is an answer; a cancelled handler gives none
+            raise
+        self._open.discard(request)
 
     def result(self, view: Replica, request: int | None) -> int | None:
         """What a request that was applied before has made (a file id, or 0); None when it was not."""

@@ -117,3 +117,20 @@ async def test_a_transaction_that_outlives_its_daemon_is_applied_once(clear_memb
                 assert await successor.mutate(again.once(7, adder(FID))) == 1
             assert size_of(successor, FID) == 1
         nursery.cancel_scope.cancel()
+
+
+async def test_a_handler_that_was_cancelled_has_given_no_answer(tmp_path: Path) -> None:
+    catalogue = BuiltinCatalogue(tmp_path)
+    one = requests()
+
+    async def handle() -> None:
+        with one.answering(1):
+            await catalogue.mutate(one.once(1, adder(FID)))
+            await trio.sleep_forever()
+
+    with trio.move_on_after(0.05):
+        await handle()
+    with one.answering(2):
+        await catalogue.mutate(one.once(2, adder(FID)))
+    assert kept(catalogue.view) == {1: 1, 2: 2}
+    catalogue.close()
