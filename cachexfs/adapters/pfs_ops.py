@@ -198,6 +198,8 @@ def probe(context: Context, parts: bool) -> tuple[int, int, str, list[str]]:
     with context.open(mutating=True) as pfs:
         token = pfs.establish().token if known is None else known.token
         pfs.ensure_names()
+        if not parts:  # else a restart with a server down would have to do without the others, too
+            pfs.make_sure()
         names = [name for fd in pfs.tmp_all() for name in names_in(fd)] if parts else []
         return pfs.dev, pfs.ino, token, [os.fsdecode(name) for name in names if b"~" in name]
 

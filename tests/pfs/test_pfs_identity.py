@@ -195,6 +195,7 @@ async def test_while_names_are_missing_nothing_counts_as_absent(pfs_dir: Path, s
             "discard": lambda: pool.discard("gone", LONG_S),
             "listing": lambda: pool.listing(b"", LONG_S),
             "prepared": lambda: pool.prepared(LONG_S),
+            "probe": pool.probe,
         }
         for name, call in calls.items():
             with pytest.raises(OSError, match="does not show all") as caught:
