@@ -37,6 +37,7 @@ class MountOptions(msgspec.Struct, frozen=True, kw_only=True):
     staging: str | None = None
     nvme: str | None = None
     spill: str = "auto"
+    prefault: int = 0
     nodes: tuple[NodeAddress, ...] = ()
     node: str = ""
     job: str = ""

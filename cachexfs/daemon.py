@@ -61,6 +61,7 @@ from cachexfs.engine.node import Node
 from cachexfs.engine.pfs_import import Importer
 from cachexfs.engine.recover import Takeover
 from cachexfs.engine.replicate import Replicator
+from cachexfs.engine.reserve import Reserve
 from cachexfs.engine.retention import Retention
 from cachexfs.engine.source import Source
 from cachexfs.errors import EXIT_CANNOT_TELL, EXIT_NOT_DURABLE, CacheXError, CannotTellError, PeerError, UsageError
@@ -153,6 +154,7 @@ class Daemon:
             services.start_soon(parts.files.passing.watch)
             services.start_soon(self._forecast.run)
             services.start_soon(self._retention.run)
+            services.start_soon(Reserve(node).run)
             services.start_soon(recover.verify, node)
             services.start_soon(self._look_at_pfs, parts)
             services.start_soon(self._keep_clock, node)

@@ -62,6 +62,20 @@ class Spare:
         self._add(kept, size)
         return True
 
+    def begin(self) -> tuple[int, int]:
+        """(descriptor, number) of a new spare file, to be filled; it counts once ``end`` was called."""
+        number, self._number = self._number, self._number + 1
+        return os.open(self._directory / str(number), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600), number
+
+    def end(self, number: int, length: int) -> None:
+        """The first ``length`` bytes of a new spare file have been touched."""
+        path, size = self._directory / str(number), length // PIECE_BYTES * PIECE_BYTES
+        if size:
+            os.truncate(path, size)
+            self._add(path, size)
+        else:
+            path.unlink(missing_ok=True)
+
     def give(self, length: int) -> int:
         """Give up memory, at least ``length`` bytes if there are so many; returns how many bytes."""
         given = 0

@@ -44,6 +44,7 @@ class Staging:
         self._spare = Spare(self.directory / "spare")
         self._ahead_bytes = 0  # given up by the spare, not yet taken by a file
         self.used_bytes = 0
+        self.grown_bytes = 0  # all growth in memory since the start
         self.spilled_bytes = 0
         self.spill_limit_bytes = 0  # the size of that file system
         self._lock_fd = -1
@@ -200,7 +201,8 @@ class Staging:
             return
         grown = allocated_bytes - self._allocated.get(stage, 0)
         self.used_bytes += grown
-        if grown > 0 and self._ahead_bytes:
+        if grown > 0:
+            self.grown_bytes += grown
             self._ahead_bytes = max(0, self._ahead_bytes - grown)
         self._allocated[stage] = allocated_bytes
 
@@ -212,6 +214,14 @@ class Staging:
     def spare_bytes(self) -> int:
         """Memory of removed files that is kept for the next ones."""
         return self._spare.bytes
+
+    def spare_begin(self) -> tuple[int, int]:
+        """(descriptor, number) of a new spare file, to be filled."""
+        return self._spare.begin()
+
+    def spare_end(self, number: int, length: int) -> None:
+        """The first ``length`` bytes of it have been touched: they are spare memory now, as far as there is room."""
+        self._spare.end(number, max(0, min(length, self.limit_bytes - self.used_bytes - self._spare.bytes)))
 
     def make_ready(self, length: int) -> None:
         """Files are about to grow by ``length`` bytes: spare memory for it becomes free."""

@@ -27,6 +27,7 @@ from cachexfs.machine import memory_limit_bytes
 SECRET_BYTES_MIN = 16
 MEMORY_BYTES_MIN = 1 << 20
 MEMORY_SHARE_DEFAULT = "25%"
+PREFAULT_PART, PREFAULT_BYTES_MAX = 4, 2 << 30  # of memory, by default
 PORT_FIRST = 20000
 PORT_COUNT = 10000
 ENV_PREFIX = "CACHEXFS_"
@@ -171,10 +172,17 @@ def _domains(text: str) -> dict[str, str]:
     return domains
 
 
+def _prefault(text: str) -> int:
+    """Bytes; -1 for ``auto``."""
+    words = {"auto": -1, "off": 0}
+    return words[text] if text in words else sizes.parse_size(text)
+
+
 OPTIONS: dict[str, Option] = {
     "memory": Option("memory", _memory),
     "staging": Option("staging", _path),
     "nvme": Option("nvme", _path),
+    "prefault": Option("prefault", _prefault),
     "spill": Option("spill", lambda text: text if text in ("auto", "off") else _path(text)),
     "nodes": Option("nodes", str),
     "node": Option("node", str),
@@ -319,6 +327,8 @@ def _resolve(values: dict[str, object], pfs: str, mountpoint: str, environ: Mapp
         own = next(address for address in addresses if address.name == node)
         host = host or listen_host(own, addresses)
         port = port or own.port
+    if int(str(values.get("prefault", -1))) < 0:
+        values["prefault"] = min(int(str(values["memory"])) // PREFAULT_PART, PREFAULT_BYTES_MAX)
     values.setdefault("fsync", "partner" if len(addresses) > 1 else "pfs")
     user = resolve_user(str(values.pop("user", "")))
     values |= {"uid": user[0] if user else None, "gid": user[1] if user else None}

@@ -164,6 +164,7 @@ class LocalCluster:
         node = self.nodes[index]
         ours: dict[str, str | None] = {
             "memory": "1G",
+            "prefault": "off",  # many nodes share one machine's memory
             "staging": str(node.staging),
             "job": f"local-{self.tag}",
             "log_file": str(node.log),

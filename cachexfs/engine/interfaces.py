@@ -280,8 +280,22 @@ class StagingArea(Protocol):
     store: str
     used_bytes: int
     limit_bytes: int
+    grown_bytes: int
     spilled_bytes: int
     spill_limit_bytes: int
+
+    @property
+    def spare_bytes(self) -> int:
+        """Memory that is kept for the next files."""
+        ...
+
+    def spare_begin(self) -> tuple[int, int]:
+        """(descriptor, number) of a new spare file, to be filled."""
+        ...
+
+    def spare_end(self, number: int, length: int) -> None:
+        """The first ``length`` bytes of it have been touched."""
+        ...
 
     def path(self, stage: str) -> str:
         """Path of a staged file."""

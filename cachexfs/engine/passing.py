@@ -76,8 +76,8 @@ class Passing:
 
     def has_room(self) -> bool:
         """Whether one more file may be written without asking."""
-        need = max(ROOM_BYTES_MIN, 3 * self._step_bytes)
-        return self.source.make_room(need) and self.node.staging.free_bytes(need) >= need
+        need, staging = max(ROOM_BYTES_MIN, 3 * self._step_bytes), self.node.staging
+        return need <= staging.limit_bytes and self.source.make_room(need) and staging.free_bytes(need) >= need
 
     def refresh(self, vnode: Vnode) -> None:
         """Count changes that the kernel has made to the staging file of a passed handle."""

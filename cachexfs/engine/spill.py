@@ -12,6 +12,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import stat
 from collections.abc import Callable
 
 import trio
@@ -126,6 +127,8 @@ class Spiller:
             began = True
             await copy_bytes(source, target, before.st_size)
             os.utime(target, ns=(before.st_atime_ns, before.st_mtime_ns))
+            os.fchown(target, before.st_uid, before.st_gid)
+            os.fchmod(target, stat.S_IMODE(before.st_mode))  # both say something to the next daemon
             after, now = os.fstat(source), self.files.known(parse_stage(stage)[0])
             same = (before.st_size, before.st_mtime_ns) == (after.st_size, after.st_mtime_ns)
             holder = now if now is not None and now.stage == stage else None

@@ -180,3 +180,22 @@ def test_a_reader_of_a_removed_file_keeps_its_bytes(make_cluster: Callable[..., 
         for number in range(8):
             put(mount / "b", 32, number)
         assert hashlib.file_digest(reader, "sha256").hexdigest() == wanted
+
+
+def test_memory_is_made_ready_while_nothing_is_written(make_cluster: Callable[..., LocalCluster]) -> None:
+    cluster = make_cluster(1, {"memory": "256M", "prefault": "64M", "passthrough": "off"})
+    node = cluster.nodes[0]
+
+    def ready() -> int:
+        return sum(path.stat().st_blocks * 512 for path in (Path(node.staging) / "spare").iterdir())
+
+    until("64 MiB are ready", lambda: ready() == 64 * MIB)
+    first = put(node.mountpoint / "a", 60)
+    assert ready() < 64 * MIB
+    assert digest(node.mountpoint / "a") == first
+    cluster.kill_daemon(0)
+    cluster.remount(0)
+    assert digest(node.mountpoint / "a") == first
+    until("64 MiB are ready again", lambda: ready() >= 64 * MIB)
+    held = sum(path.stat().st_blocks * 512 for path in Path(node.staging).rglob("*") if path.is_file())
+    assert held <= 256 * MIB + MIB
