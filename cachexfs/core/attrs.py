@@ -19,7 +19,7 @@ XATTR_BYTES_MAX = 64 << 10  # names and values of one file
 
 
 def without_set_id(mode: int) -> int:
-    """A mode after somebody without privilege has changed the bytes; as on Linux, set-gid stays without execution."""
+    """A mode after a chown, or a change of bytes without privilege; as on Linux, set-gid stays without execution."""
     return mode & ~(stat.S_ISUID | (stat.S_ISGID if mode & stat.S_IXGRP else 0))
 
 
@@ -27,7 +27,9 @@ def changed(
     inode: Inode, ctx: Ctx, *, mode: int | None = None, uid: int | None = None, gid: int | None = None,
     atime_ns: int | None = None, mtime_ns: int | None = None,
 ) -> Inode:  # fmt: skip
-    """A record after chmod, chown, utimens; what is None stays."""
+    """A record after chmod, chown, utimens; what is None stays. A new owner is not lent the old one's rights."""
+    if mode is None and inode.kind != "d" and not (uid is None and gid is None):
+        mode = without_set_id(inode.mode)
     return msgspec.structs.replace(
         inode,
         mode=inode.mode if mode is None else mode & 0o7777,

@@ -485,10 +485,11 @@ class Filesystem:
         """Write to an open file. The set-id bits fall unless its opener may keep them."""
         done = await self.files.write(handle, offset, data)
         if handle.drops_set_id:
-            await self._drop_set_id(handle.vnode.fid)
+            await self.drop_set_id(handle.vnode.fid)
         return done
 
-    async def _drop_set_id(self, fid: int) -> None:
+    async def drop_set_id(self, fid: int) -> None:
+        """Somebody without privilege has changed a file's bytes: its set-id bits fall."""
         inode = self.node.catalogue.view.inode(fid)
         kept = attrs.without_set_id(inode.mode) if inode is not None else 0
         if inode is not None and kept != inode.mode:
@@ -497,6 +498,10 @@ class Filesystem:
 
     async def flush(self, handle: Handle) -> None:
         """close(2) waits for this: publication."""
+        if handle.passed and handle.drops_set_id:
+            self.files.passing.refresh(handle.vnode)
+            if handle.vnode.dirty:
+                await self.drop_set_id(handle.vnode.fid)
         if handle.wrote or handle.passed:
             for parent, name in self.node.catalogue.view.names_of(handle.vnode.fid)[:1]:
                 await self._know_members(parent, name)

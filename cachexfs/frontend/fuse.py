@@ -13,6 +13,7 @@ from __future__ import annotations
 import errno
 import functools
 import logging
+import os
 import stat
 from bisect import bisect_right
 from collections.abc import Awaitable, Callable, Iterator, Sequence
@@ -25,6 +26,7 @@ import trio
 import xxhash
 from pyfuse3 import EntryAttributes, FileInfo, FUSEError
 
+from cachexfs.core.attrs import without_set_id
 from cachexfs.core.changes import NewAttrs
 from cachexfs.core.records import ROOT_FID
 from cachexfs.engine.attributes import PREFIX
@@ -252,6 +254,9 @@ class Operations(pyfuse3.Operations):  # type: ignore[misc]
                 mtime_ns=mtime_ns,
                 request=request,
             )
+            if fields.update_size and ctx.uid != 0 and without_set_id(changed.mode) != changed.mode:
+                await self.filesystem.drop_set_id(self._fid(inode))
+                changed = await self.filesystem.getattr(self._fid(inode))
             return self._entry(changed)
 
     # ---- files
@@ -259,6 +264,8 @@ class Operations(pyfuse3.Operations):  # type: ignore[misc]
     async def open(self, inode: int, flags: int, ctx: pyfuse3.RequestContext) -> FileInfo:
         handle = await self.filesystem.open(inode, flags)
         handle.drops_set_id = ctx.uid != 0
+        if flags & os.O_TRUNC and handle.drops_set_id and handle.wrote:
+            await self.filesystem.drop_set_id(handle.vnode.fid)
         return self._register(handle)
 
     @handler

@@ -111,6 +111,8 @@ class Session:
     def _patch_init(self, reply: memoryview, flags: int, max_write: int) -> None:
         offered = wire.init_request_flags(self._init_request)
         patched = flags & offered & ~wire.FLAG_PASSTHROUGH
+        # Set-id bits are the daemon's business: the kernel need not ask for security.capability at every write.
+        patched |= offered & wire.FLAG_HANDLE_KILLPRIV_V2
         if not self.no_passthrough:
             if not offered & wire.FLAG_PASSTHROUGH or not offered & wire.FLAG_INIT_EXT:
                 self.no_passthrough = "the kernel does not offer it (CONFIG_FUSE_PASSTHROUGH)"

@@ -33,6 +33,23 @@ def mount(alone: LocalCluster, request: pytest.FixtureRequest) -> Path:
     return path
 
 
+@pytest.fixture(scope="module")
+def shared(make_module_cluster: Callable[..., LocalCluster]) -> LocalCluster:
+    """One mounted node that other users may use."""
+    cluster = make_module_cluster(1, {"supervisor": "auto", "allow_other": "on"})
+    cluster.nodes[0].root.chmod(0o755)
+    return cluster
+
+
+@pytest.fixture
+def open_to_all(shared: LocalCluster, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory on it for one test, in which everybody may write."""
+    path = shared.nodes[0].mountpoint / tmp_path_factory.mktemp("d").name
+    path.mkdir()
+    path.chmod(0o777)
+    return path
+
+
 @contextlib.contextmanager
 def raises(code: int) -> Iterator[None]:
     """The body fails with this errno."""
@@ -150,14 +167,35 @@ def test_fstat_of_an_unlinked_open_file_keeps_its_mode_and_owner(mount: Path) ->
         os.close(fd)
 
 
-def test_a_write_by_others_takes_the_set_id_bits_away(make_cluster: Callable[..., LocalCluster]) -> None:
-    cluster = make_cluster(1, {"supervisor": "auto", "allow_other": "on"})
-    path = cluster.nodes[0].mountpoint / "f"
-    path.touch()
+OWN_FILE = (
+    "import os; f = os.open('{}', os.O_CREAT | os.O_WRONLY); os.fchmod(f, 0o6777); os.write(f, b'x'); os.close(f)"
+)
+
+
+@pytest.mark.parametrize(
+    "change",
+    ["printf x > {}", ": > {}", "printf x >> {}", "truncate -s 1 {}", 'rm {} && python3 -c "' + OWN_FILE + '"'],
+    ids=["write", "open", "append", "truncate", "own"],
+)
+def test_a_change_by_others_takes_the_set_id_bits_away(open_to_all: Path, change: str) -> None:
+    path = open_to_all / "f"
+    path.write_bytes(b"something")
     path.chmod(0o6777)
-    cluster.nodes[0].root.chmod(0o755)
-    subprocess.run(["/bin/sh", "-c", f"printf x > {path}"], user=65534, group=65534, extra_groups=(), check=True)
+    subprocess.run(
+        ["/bin/sh", "-c", change.replace("{}", str(path))], user=65534, group=65534, extra_groups=(), check=True
+    )
     assert path.stat().st_mode & 0o7777 == 0o777
+
+
+def test_a_new_owner_does_not_get_the_set_id_bits(open_to_all: Path) -> None:
+    path = open_to_all / "f"
+    path.write_bytes(b"something")
+    path.chmod(0o6755)
+    os.chown(path, 65534, -1)
+    assert path.stat().st_mode & 0o7777 == 0o755
+    path.chmod(0o2644)  # mandatory locking, not rights
+    os.chown(path, 0, -1)
+    assert path.stat().st_mode & 0o7777 == 0o2644
 
 
 def test_hard_links_are_one_file_here_and_on_the_pfs(make_cluster: Callable[..., LocalCluster], tmp_path: Path) -> None:
