@@ -85,6 +85,12 @@ def fix_of(piece: Piece) -> str:
         return f"wait for the writer{f' on {piece.node}' if piece.node else ''}; if it has died, save again"
     if "no live copy" in reason:
         return "bring the node or the PFS that has it back; else save the checkpoint again"
+    if "is newer than" in reason:
+        commit = reason.rpartition("is newer than ")[2]
+        return (
+            "save the checkpoint again; or, if all its files are of one save and were copied here, write the commit "
+            f"file once more, last: cp {commit} {commit}.tmp && mv {commit}.tmp {commit}"
+        )
     return "if its save has ended, save the checkpoint again or remove it"
 
 

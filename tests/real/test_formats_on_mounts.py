@@ -202,3 +202,20 @@ def test_a_hostile_commit_file_harms_nobody_and_says_so(alone: LocalCluster, mou
     assert not Path("/tmp/cachexfs-bomb").exists()
     assert alone.status(0).failed is None
     shutil.rmtree(step)
+
+
+def test_a_copy_whose_commit_file_came_first_says_how_to_make_it_count(
+    alone: LocalCluster, mount: Path, templates: tuple[Template, Template]
+) -> None:
+    """``rsync`` copies in the order of names: ``.metadata`` first."""
+    step = mount / "step-8"
+    step.mkdir()
+    for name in sorted(templates[0].files):
+        write_file(step / name, templates[0].files[name], sync=False)
+    assert xattr(step, "restartable") == "no"
+    explained = alone.run(0, "explain", str(step)).out
+    fix = "cp .metadata .metadata.tmp && mv .metadata.tmp .metadata"
+    assert fix in explained
+    subprocess.run(["sh", "-c", fix], cwd=step, check=True)
+    until("restartable", lambda: xattr(step, "restartable") == "pfs")
+    assert alone.run(0, "latest", str(alone.pfs / mount.name)).code == 0
