@@ -39,6 +39,14 @@ def memory_limit_bytes(root: str = "/") -> int:
     return min(limits)
 
 
+def available_memory_bytes(root: str = "/") -> int:
+    """What the kernel says could still be used without swapping; 0 when it does not say."""
+    for line in _text(os.path.join(root, "proc/meminfo")).splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return 0
+
+
 def _text(path: str) -> str:
     try:
         with open(path, encoding="utf-8", errors="replace") as file:

@@ -16,6 +16,7 @@ import secrets
 import shutil
 from pathlib import Path
 
+from cachexfs import machine
 from cachexfs.adapters.spare import PIECE_BYTES, Spare
 from cachexfs.errors import UsageError
 
@@ -214,6 +215,11 @@ class Staging:
     def spare_bytes(self) -> int:
         """Memory of removed files that is kept for the next ones."""
         return self._spare.bytes
+
+    def spare_room_bytes(self) -> int:
+        """How much more may be kept: within ``limit_bytes``, and leaving the node as much as it takes."""
+        room = self.limit_bytes - self.used_bytes - self._spare.bytes
+        return max(0, min(room, machine.available_memory_bytes() // 2))
 
     def spare_begin(self) -> tuple[int, int]:
         """(descriptor, number) of a new spare file, to be filled."""

@@ -289,6 +289,10 @@ class StagingArea(Protocol):
         """Memory that is kept for the next files."""
         ...
 
+    def spare_room_bytes(self) -> int:
+        """How much more may be kept: within the limit, and leaving the node as much as it takes."""
+        ...
+
     def spare_begin(self) -> tuple[int, int]:
         """(descriptor, number) of a new spare file, to be filled."""
         ...

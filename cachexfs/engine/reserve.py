@@ -52,9 +52,10 @@ class Reserve:
 
     def _lacking_bytes(self) -> int:
         staging = self.node.staging
-        room = staging.limit_bytes - staging.used_bytes - staging.spare_bytes
-        lacking = min(room, self._target_bytes - staging.spare_bytes, FILL_BYTES_MAX)
-        return max(0, lacking) // len(PIECE) * len(PIECE)
+        lacking = min(self._target_bytes - staging.spare_bytes, FILL_BYTES_MAX)
+        if lacking < len(PIECE):
+            return 0
+        return min(lacking, staging.spare_room_bytes()) // len(PIECE) * len(PIECE)
 
     async def _fill(self, length: int) -> bool:
         """Touch memory until that much is ready or files grow; False when none could be had."""
