@@ -35,11 +35,13 @@ def words_of(piece: Piece) -> str:
 
 def explain(
     parts: Parts, completeness: Completeness, path: str, fid: int, inode: Inode, checkpoint: Checkpoint | None,
-    attributes: dict[str, str],
+    attributes: dict[str, str], cut: str = "",
 ) -> Answer:  # fmt: skip
-    """The answer about one file or directory."""
+    """The answer about one file or directory; ``cut``: why a single file is not whole by its own bytes."""
     base = parts.reader.path(fid) or b""
     pieces = [_member(piece) for piece in (checkpoint.missing if checkpoint is not None else ())]
+    if cut:
+        pieces.append(_piece(os.fsdecode(base), inode.origin, "restartable", cut, "save it again"))
     pieces += _pending(parts, base)
     records = [(base, fid, inode)] if inode.kind == "f" else list(completeness.walk(fid))
     shown = {piece["path"] for piece in pieces if piece["boundary"] == "pfs"}

@@ -292,6 +292,18 @@ class Completeness:
     def _lost(self, tree: dict[bytes, tuple[int, Inode]]) -> frozenset[bytes]:
         return frozenset(name for name, (f, inode) in tree.items() if self.node.boundary(f, inode) == Boundary.LOST)
 
+    async def cut(self, fid: int, name: bytes) -> str:
+        """Why one file (``*.pt``, ``*.safetensors``, ...) is not whole by its own header or end; empty if it may be."""
+        inode = self.node.catalogue.view.inode(fid)
+        if inode is None or not inode.size or inode.writing:
+            return ""
+        bridge = _Bridge(self.reader, self.files, self.node, {name: (fid, inode)}, ())
+        bridge.bytes_left = THREAD_BYTES_MAX
+        try:
+            return (await trio.to_thread.run_sync(formats.describe_file, bridge, name)).incomplete_reason or ""
+        except (CacheXError, OSError):
+            return ""  # a header that is too long to be judged here, or bytes that nobody has now
+
     async def _parse(self, tree: dict[bytes, tuple[int, Inode]]) -> Members | None:
         lost = self._lost(tree)
         bridge = _Bridge(self.reader, self.files, self.node, tree, lost)

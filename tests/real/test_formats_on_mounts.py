@@ -219,3 +219,12 @@ def test_a_copy_whose_commit_file_came_first_says_how_to_make_it_count(
     subprocess.run(["sh", "-c", fix], cwd=step, check=True)
     until("restartable", lambda: xattr(step, "restartable") == "pfs")
     assert alone.run(0, "latest", str(alone.pfs / mount.name)).code == 0
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.pt"])
+def test_a_single_file_that_is_cut_is_explained(alone: LocalCluster, mount: Path, real_ones: Path, name: str) -> None:
+    data = (real_ones / "hf-torch" / name).read_bytes()
+    write_file(mount / name, data, sync=False)
+    assert "not at 'restartable'" not in alone.run(0, "explain", str(mount / name)).out
+    write_file(mount / name, data[:-40], sync=False)
+    assert "not at 'restartable'" in alone.run(0, "explain", str(mount / name)).out
