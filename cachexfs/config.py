@@ -60,6 +60,7 @@ class MountOptions(msgspec.Struct, frozen=True, kw_only=True):
     hide_xattrs: bool = False
     passthrough: str = "auto"
     supervisor: str = "auto"
+    unsupervised_why: str = ""  # why ``auto`` became ``off``
     allow_other: bool = False
     log_file: str | None = None
     log_level: str = "info"

@@ -412,7 +412,8 @@ class Daemon:
 
     def _why_handler(self) -> str:
         if self.supervisor is None:
-            return "supervisor=off: nobody holds the privilege that passthrough needs"
+            why = self.options.unsupervised_why or "nobody holds the privilege that passthrough needs"
+            return f"supervisor=off: {why}"
         return "passthrough=off" if self.options.passthrough == "off" else "the supervisor has not said why yet"
 
     def _mount(self, operations: Operations) -> None:

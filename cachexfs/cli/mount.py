@@ -20,7 +20,14 @@ from cachexfs import tmpfs
 from cachexfs.cli import mounts
 from cachexfs.cli.earlier import end_earlier
 from cachexfs.cli.identity import acting_as, environment_for, give_directory, user_of
-from cachexfs.cli.mount_checks import check_address, check_directories, check_machine, clear_mountpoint, detach
+from cachexfs.cli.mount_checks import (
+    check_address,
+    check_directories,
+    check_machine,
+    choose_supervisor,
+    clear_mountpoint,
+    detach,
+)
 from cachexfs.cli.options import OPTIONS, load_options
 from cachexfs.cli.output import write_error, write_json
 from cachexfs.config import MountOptions, mount_id
@@ -78,6 +85,7 @@ def command(
         name = mount_id(options.mountpoint, options.node) + ".log"
         options = msgspec.structs.replace(options, log_file=os.path.join(options.runtime_dir, name))
     check_machine(options)
+    options = choose_supervisor(options)
     user = user_of(options)
     if user is not None and not check:
         _give(options, user)

@@ -6,6 +6,7 @@ Role: called by ``cachexfs mount``: ``check_machine``, ``clear_mountpoint``, and
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import os
 import shutil
@@ -13,6 +14,8 @@ import socket
 import stat
 import subprocess
 from contextlib import suppress
+
+import msgspec
 
 from cachexfs.cli import client, mounts
 from cachexfs.cli.child import run_in_child
@@ -25,6 +28,7 @@ from cachexfs.tmpfs import is_in_use
 PFS_TIMEOUT_S = 10.0
 UMOUNT_TIMEOUT_S = 5.0
 FUSE_DEVICE = "/dev/fuse"
+LIBFUSE_WITH_DESCRIPTORS = (3, 3)  # takes /dev/fd/N for a mount point
 
 
 def check_machine(options: MountOptions) -> None:
@@ -46,6 +50,30 @@ def check_machine(options: MountOptions) -> None:
         raise UsageError("fusermount3 is missing, which mounts for users who are not root: install the package fuse3")
     if options.allow_other and not _fuse_conf_allows_other():
         raise UsageError("allow_other needs the line 'user_allow_other' in /etc/fuse.conf, or root")
+
+
+def choose_supervisor(options: MountOptions) -> MountOptions:
+    """The options with ``supervisor=auto`` decided: off where libfuse cannot be given an open device.
+
+    Raises ``UsageError`` for ``supervisor=on`` there.
+    """
+    version = libfuse_version()
+    if options.supervisor == "off" or version >= LIBFUSE_WITH_DESCRIPTORS:
+        return options
+    why = f"libfuse {'.'.join(map(str, version))} cannot be given an open device, 3.3 can"
+    if options.supervisor == "on" or options.uid is not None:
+        wish = "supervisor=on" if options.uid is None else "user="
+        raise UsageError(f"{wish}: {why}: install a newer one, or leave it out (a dead daemon is a dead mount then)")
+    return msgspec.structs.replace(options, supervisor="off", unsupervised_why=why)
+
+
+def libfuse_version() -> tuple[int, int]:
+    """(major, minor) of the machine's libfuse 3; the one that is needed where it cannot be asked."""
+    try:
+        number = int(ctypes.CDLL("libfuse3.so.3").fuse_version())
+    except (OSError, AttributeError):
+        return LIBFUSE_WITH_DESCRIPTORS
+    return divmod(number, 100 if number >= 100 else 10)
 
 
 def check_address(options: MountOptions) -> None:

@@ -6,11 +6,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import msgspec
 import pytest
 from cli_support import FakeDaemon, Run, list_mount
 
 from cachexfs.cli import mount_checks
 from cachexfs.cli.main import COMMANDS
+from cachexfs.config import MountOptions
 from cachexfs.errors import UsageError
 
 HELPER = Path(__file__).parents[2] / "mount_helpers" / "mount.cachexfs"
@@ -238,3 +240,29 @@ def test_mount_8_calls_the_helper(places: tuple[Path, Path]) -> None:
     assert helper("/does/not/exist", places[1], "-f").returncode == 32
     for wrong in ([places[0]], [*places, "more"], [*places, "-z"], [*places, "-o"]):
         assert helper(*wrong).returncode == 1
+
+
+def test_a_libfuse_that_cannot_be_given_a_device_means_no_supervisor(monkeypatch: pytest.MonkeyPatch) -> None:
+    options = MountOptions(pfs="/pfs", mountpoint="/mnt", memory=1 << 30)
+    assert mount_checks.libfuse_version() >= (3, 3)
+    assert mount_checks.choose_supervisor(options) is options
+    monkeypatch.setattr(mount_checks, "libfuse_version", lambda: (3, 2))
+    chosen = mount_checks.choose_supervisor(options)
+    assert chosen.supervisor == "off"
+    assert "libfuse 3.2" in chosen.unsupervised_why
+    for other in ({"supervisor": "on"}, {"uid": 1000, "gid": 1000}):
+        with pytest.raises(UsageError, match=r"libfuse 3\.2"):
+            mount_checks.choose_supervisor(msgspec.structs.replace(options, **other))
+
+
+@pytest.mark.parametrize(("number", "version"), [(32, (3, 2)), (39, (3, 9)), (314, (3, 14)), (317, (3, 17))])
+def test_libfuse_says_its_version_in_two_ways(
+    monkeypatch: pytest.MonkeyPatch, number: int, version: tuple[int, int]
+) -> None:
+    class Library:
+        @staticmethod
+        def fuse_version() -> int:
+            return number
+
+    monkeypatch.setattr(mount_checks.ctypes, "CDLL", lambda name: Library)
+    assert mount_checks.libfuse_version() == version
