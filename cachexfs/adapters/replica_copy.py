@@ -320,6 +320,9 @@ class ReplicaCopy:
         before = self.snapshot
         if self._progress is None and before is not None and before.durable and before.manifest == manifest:
             return manifest
+        if before is not None and manifest.gen < before.manifest.gen:
+            # A late commit of what an appended file was before: the newer generation is claimed to be here.
+            raise CorruptError(f"generation {before.manifest.gen} of {self.stage} is held, which is newer")
         try:
             if self._progress is None and (before is not None or manifest.size == 0):
                 self._begin()

@@ -219,6 +219,16 @@ async def test_shrinking(store: ReplicaStore, directory: Path, size: int) -> Non
     again.close()
 
 
+async def test_a_late_commit_of_an_earlier_generation_is_refused(store: ReplicaStore) -> None:
+    """Appended bytes share the stage: it would cut off what is claimed to be here."""
+    data = content(2 * MIB)
+    await write_blocks(store, data)
+    await store.commit(STAGE, manifest_of(data, gen=4))
+    with pytest.raises(CorruptError, match="newer"):
+        await store.commit(STAGE, manifest_of(data[:5], gen=3))
+    assert await store.read(STAGE, 0, len(data)) == data
+
+
 async def test_a_carried_over_block_is_read_again(store: ReplicaStore) -> None:
     """A manifest that claims other bytes for a block that was not sent is refused."""
     old = content(2 * MIB)

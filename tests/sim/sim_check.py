@@ -77,6 +77,7 @@ class Checkers:
     def __init__(self, store: Store, saves: Saves) -> None:
         self.store, self.saves = store, saves
         self.kept = Kept(store, saves.made)
+        self.alone = True  # one node: boundaries fall only with an error
         self.hidden_whole: list[bytes] = []  # checkpoints that are whole, with their commit file still withdrawn
         self._reached: dict[tuple[int, int], Boundary] = {}
 
@@ -102,6 +103,7 @@ class Checkers:
     async def claims(self, life: Life) -> None:
         """What is called ``pfs`` is what a power cut of everything would leave."""
         view = life.catalogue.view
+        await life.catalogue.barrier()
         for key, entry in list(view.items()):
             if isinstance(entry.record, Generation):
                 fid = int(key[2:], 16)
@@ -124,13 +126,18 @@ class Checkers:
         now = life.node.boundary(fid, inode)
         before = self._reached.get((fid, content.gen), now)
         excused = inode.error or view.is_moving(fid)
-        if now < before and not excused:
+        if now < before and not excused and self.alone:
             raise Violation(f"monotone: {path!r} generation {content.gen} fell from {before.label} to {now.label}")
         self._reached[fid, content.gen] = now if excused else max(now, before)
 
     async def _claim_of_checkpoint(self, life: Life, fid: int) -> None:
+        await life.catalogue.barrier()
         found = await life.parts.attributes.of(fid)
+        revision = life.catalogue.view.revision
         path = life.catalogue.view.path(fid)
+        await life.catalogue.barrier()
+        if life.catalogue.view.revision != revision:
+            return  # not of this moment
         if found.get("restartable") != "pfs" or path is None:
             return
         directory = self.store.find(path, kept=True)
@@ -140,6 +147,21 @@ class Checkers:
         why = self.saves.lacking(files.get(COMMIT) or b"", files)
         if why:
             raise Violation(f"claim: {path!r} is called restartable at pfs, but {why}")
+
+    def partner(self, life: Life, lives: Mapping[str, Life]) -> None:
+        """What is called ``partner`` is there without any one node. ``lives``: each node's last daemon."""
+        view = life.catalogue.view
+        for key, entry in list(view.items()):
+            content = entry.record
+            if not isinstance(content, Generation) or not content.size:
+                continue
+            fid = int(key[2:], 16)
+            inode = view.inode(fid)
+            if inode is None or life.node.boundary(fid, inode) != Boundary.PARTNER:
+                continue
+            holders = [name for name, other in lives.items() if _has(other, content)]
+            if len(holders) < 2:
+                raise Violation(f"claim: {view.path(fid)!r} is called partner; only {holders} have it")
 
     def fsynced(self, path: bytes, data: bytes) -> None:
         """What fsync=pfs has promised lies there, synced, under its name or a hidden one with its record."""
@@ -164,7 +186,8 @@ class Checkers:
             held += entry.stat().st_blocks * 512
             if entry.name in passing:
                 uncounted += entry.stat().st_blocks * 512 - staging._allocated.get(entry.name, 0)
-        held += _without_name(files, self.store.readers)
+        if self.alone:  # else a partner may be slow in taking what is gone here
+            held += _without_name(files, self.store.readers)
         if held - uncounted != staging.used_bytes:
             raise Violation(f"memory: {held - uncounted} bytes are held, {staging.used_bytes} counted")
         if staging.peak_bytes > staging.limit_bytes + PAGE_SLACK_BYTES:
@@ -239,6 +262,22 @@ class Checkers:
         members = {p.rpartition(b"/")[2]: data for p, data in contents.items() if p.rpartition(b"/")[0] == parent}
         if contents[path] in self.saves.made and not self.saves.lacking(contents[path], members):
             self.hidden_whole.append(parent)
+
+
+def _has(life: Life, content: Generation) -> bool:
+    """Whether a node, its daemon alive or dead, has the bytes of a content."""
+    paths = [life.staging.path(content.stage)]
+    if life.store is not None and (held := life.store.committed(content.stage)) is not None:
+        paths.append(held.path)
+    for path in paths:
+        try:
+            with open(path, "rb") as file:
+                data = file.read(content.size)
+        except FileNotFoundError:
+            continue
+        if len(data) == content.size and content.digest in (b"", xxhash.xxh3_128_digest(data)):
+            return True
+    return False
 
 
 def _place(life: Life, path: bytes) -> tuple[int, bytes]:

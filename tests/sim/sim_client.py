@@ -11,19 +11,22 @@ import errno
 import os
 import random
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import trio
+import xxhash
 from sim_check import Checkers, Violation
 from sim_kernel import Kernel, OpenFile
-from sim_life import Life, Outcome
+from sim_life import Life, Outcome, SimFilesystem
 
 from cachexfs.core.changes import NewAttrs
-from cachexfs.core.records import ROOT_FID
-from cachexfs.engine.filesystem import Attr, Filesystem
+from cachexfs.core.records import FID_STEP, ROOT_FID
+from cachexfs.engine.filesystem import Attr
 from cachexfs.errors import FsError
 
 READ_BYTES = 4096
+LOST = b"lost with its node"
 RELEASE_S_MAX = 0.3
 
 
@@ -51,6 +54,8 @@ class World(Protocol):
     trouble: bool  # the PFS may fail now
     planted: bool  # the PFS was populated before, and some of it may have to be looked at first
 
+    loss: Loss | None  # that the clients have not met yet
+
     async def life(self) -> Life:
         """The daemon that lives now, or the next one."""
         ...
@@ -67,6 +72,17 @@ class World(Protocol):
         """After each step."""
         ...
 
+    async def others(self) -> Life:
+        """A daemon through which somebody else looks."""
+        ...
+
+
+@dataclass
+class Loss:
+    """A node is gone with its memory. ``published``: path -> (digest of the content, whether it was called safe)."""
+
+    published: dict[bytes, tuple[bytes, bool]]
+
 
 class Killed(Exception):
     """The daemon died during a step, and nobody repeats it."""
@@ -80,13 +96,14 @@ class Client:
         self.tree: Tree = {}
         self._after: Tree = {}
         self._files = 0
+        self.synced: dict[bytes, bytes] = {}  # bytes of open files for which an fsync has returned
         self.steps = 0
 
     # ---- steps
     async def step(
         self,
         after: Tree,
-        function: Callable[[Filesystem], Awaitable[object]],
+        function: Callable[[SimFilesystem], Awaitable[object]],
         *accept: int,
         life: Life | None = None,
         done: int = 0,
@@ -101,6 +118,8 @@ class Client:
         number, again = self.steps, False
         while True:
             life = await self.world.life()
+            if self.world.loss is not None:
+                raise Killed
             if wanted is not None and wanted.mount != life.mount:
                 raise Killed
             outcome = await life.call(function)
@@ -121,20 +140,24 @@ class Client:
         self.world.looked(life)
         return outcome
 
-    async def locate(self, fs: Filesystem, path: bytes) -> Attr:
+    async def locate(self, fs: SimFilesystem, path: bytes) -> Attr:
         """lookup(2) of each name."""
         found = await fs.lookup(ROOT_FID, self.base)
         for name in path.split(b"/") if path else ():
             found = await fs.lookup(found.ino, name)
-            self.world.kernel.given(fs.files, found)
+            fs.kernel.given(fs.files, found)
         return found
 
-    async def parent(self, fs: Filesystem, path: bytes) -> tuple[int, bytes]:
+    async def parent(self, fs: SimFilesystem, path: bytes) -> tuple[int, bytes]:
         above, _, name = path.rpartition(b"/")
         return (await self.locate(fs, above)).ino, name
 
     async def settle(self) -> None:
         """After a death: the mount shows the state before or after the step that was interrupted."""
+        if (loss := self.world.loss) is not None:
+            await self._settle_loss(loss)
+            return
+        self.synced.clear()
         shown = await self.shown()
         if same(shown, self.tree):
             return
@@ -143,6 +166,52 @@ class Client:
                 f"killed in step {self.steps} of {self.base!r}: {difference(shown, self.tree, self._after)}"
             )
         self.tree = self._after
+
+    async def _settle_loss(self, loss: Loss) -> None:
+        """After the loss of the node: names as before or after; what was called safe, or fsynced, is there."""
+        await self.world.life()
+        await trio.sleep(30)  # others have noticed, and taken over
+        self.world.loss = None
+        shown = await self.shown(lost=True)
+        if self.world.loss is not None:
+            return
+        names = [
+            {p: n._replace(data=b"", file=0) for p, n in t.items() if not p.endswith(b"/.metadata")}
+            for t in (shown, self.tree, self._after)
+        ]  # a commit file is not shown while a member is lost
+        if names[0] not in names[1:]:
+            raise Violation(f"names of {self.base!r} after the loss of a node: {difference(*names)}")
+        for path, node in shown.items():
+            if node.kind != "f":
+                continue
+            digest, safe = loss.published.get(self.base + b"/" + path, (b"", False))
+            old = [t[path].data for t in (self.tree, self._after) if path in t]
+            if path in self.synced:
+                if node.data != self.synced[path] and node.data not in old:
+                    raise Violation(
+                        f"{path!r} was fsynced as {self.synced[path][:24]!r}; after the loss {_short(node)}"
+                    )
+            elif node.data == LOST and safe:
+                raise Violation(f"{path!r} was called safe, and is lost with its node")
+            elif node.data not in (LOST, *old) and xxhash.xxh3_128_digest(node.data) != digest:
+                raise Violation(f"{path!r} is {_short(node)} after the loss of a node")
+        self.tree = self._after = shown
+        self.synced.clear()
+        lost = {p.rpartition(b"/")[0] if b"step" in p else p for p, n in shown.items() if n.data == LOST}
+        for path in sorted(lost):
+            await self._remove_lost(path)
+
+    async def _remove_lost(self, path: bytes) -> None:
+        """rm -r of what is of no use any more; a commit file that is not shown goes with its directory."""
+        for below in [p for p in self.tree if p.startswith(path + b"/") and self.tree[p].kind != "d"]:
+            await self._remove_lost(below)
+        directory = self.tree[path].kind == "d"
+
+        async def remove(fs: SimFilesystem) -> None:
+            where = await self.parent(fs, path)
+            await (fs.rmdir(*where) if directory else fs.unlink(*where))
+
+        await self.step({p: n for p, n in self.tree.items() if p != path}, remove)
 
     # ---- the model
     def new_file(self) -> int:
@@ -171,19 +240,20 @@ class Client:
         assert isinstance(outcome.value, OpenFile)
         return outcome.value
 
-    async def _open(self, fs: Filesystem, path: bytes, flags: int) -> OpenFile:
+    async def _open(self, fs: SimFilesystem, path: bytes, flags: int) -> OpenFile:
         parent, name = await self.parent(fs, path)
-        kernel = self.world.kernel
+        kernel = fs.kernel
         try:
             found = await fs.lookup(parent, name)
         except FsError as error:
             if error.errno != errno.ENOENT or not flags & os.O_CREAT:
                 raise
             handle, found = await fs.create(parent, name, NewAttrs(0o644, 0, 0), flags)
+            kernel.given(fs.files, found)
         else:
+            kernel.given(fs.files, found)
             handle = await fs.open(found.ino, flags)
         opened = kernel.opened(fs, handle)
-        kernel.given(fs.files, found)
         self.world.trace(f"{self.base!r} opened {path!r} ino {opened.ino:x} flags {flags:o} backed {opened.backed}")
         return opened
 
@@ -192,7 +262,7 @@ class Client:
         old = self.tree[path].data if path in self.tree else b""
         after = self.put(path, old.ljust(at, b"\0")[:at] + piece + old[at + len(piece) :])
 
-        async def write(fs: Filesystem) -> None:
+        async def write(fs: SimFilesystem) -> None:
             if of.passed:
                 self.world.kernel.write(of, at, piece)
             else:
@@ -206,6 +276,7 @@ class Client:
         if of not in self.world.kernel.opens:
             raise Killed
         self.world.kernel.closed(of)
+        self.synced.clear()  # what is published now is as safe as it says
         now = await self.world.life()
         delay_s = self.world.random.choice([0, 0, 0.001, RELEASE_S_MAX])
         if now.nursery is not None and now.mount == life.mount:
@@ -228,12 +299,13 @@ class Client:
         return (*found, errno.ESTALE) if self.world.tight or self.world.planted else found
 
     # ---- looking
-    async def shown(self) -> Tree:
-        """Everything below the directory, as the mount shows it."""
+    async def shown(self, *, elsewhere: bool = False, lost: bool = False) -> Tree:
+        """Everything below the directory, as the mount shows it, ``elsewhere`` perhaps on another node; with ``lost``,
+        ``LOST`` instead of bytes that no node has any more."""
         while True:
-            life = await self.world.life()
+            life = await (self.world.others() if elsewhere else self.world.life())
             found: Tree = {}
-            outcome = await life.call(lambda fs, found=found: self._walk(fs, b"", found))  # type: ignore[misc]
+            outcome = await life.call(lambda fs, found=found: self._walk(fs, b"", found, lost))  # type: ignore[misc]
             if outcome.killed:
                 continue
             if outcome.errno == errno.EIO and self.world.trouble:
@@ -243,34 +315,44 @@ class Client:
                 raise Violation(f"{self.base!r} cannot be read: {errno.errorcode[outcome.errno]}: {outcome.why}")
             return found
 
-    async def _walk(self, fs: Filesystem, path: bytes, found: Tree) -> None:
+    async def _walk(self, fs: SimFilesystem, path: bytes, found: Tree, lost: bool) -> None:
         directory = await self.locate(fs, path)
         for name, attr in await fs.names(directory.ino):
+            try:
+                fs.kernel.given(fs.files, attr)
+            except FsError:
+                continue  # removed since the listing
             below = path + b"/" + name if path else name
             xattrs = tuple(sorted((await fs.user_xattrs(attr.ino)).items()))
             if attr.kind == "d":
                 found[below] = Node("d", attr.mode, xattrs=xattrs)
-                await self._walk(fs, below, found)
+                await self._walk(fs, below, found, lost)
             elif attr.kind == "l":
                 found[below] = Node("l", 0o777, await fs.readlink(attr.ino))
             elif attr.kind == "f":
-                found[below] = Node("f", attr.mode, await self._read(fs, attr), attr.ino, xattrs)
+                try:
+                    data = await self._read(fs, attr)
+                except FsError:
+                    if not lost or (await fs.parts.attributes.of(attr.ino // FID_STEP * FID_STEP))["stage"] != "lost":
+                        raise
+                    data = LOST
+                found[below] = Node("f", attr.mode, data, attr.ino, xattrs)
             else:
                 found[below] = Node(attr.kind, attr.mode)
         for attr in await fs.names(directory.ino) if not path else ():
             if attr[1].kind == "f" and attr[1].nlink < 1:
                 raise Violation(f"{attr[0]!r} is shown with {attr[1].nlink} links")
 
-    async def _read(self, fs: Filesystem, attr: Attr) -> bytes:
-        of = self.world.kernel.opened(fs, await fs.open(attr.ino, os.O_RDONLY))
+    async def _read(self, fs: SimFilesystem, attr: Attr) -> bytes:
+        of = fs.kernel.opened(fs, await fs.open(attr.ino, os.O_RDONLY))
         try:
             return await self.read_all(fs, of, attr.size)
         finally:
-            if of in self.world.kernel.opens:
-                self.world.kernel.closed(of)
+            if of in fs.kernel.opens:
+                fs.kernel.closed(of)
             await fs.release(of.handle)
 
-    async def read_all(self, fs: Filesystem, of: OpenFile, size: int) -> bytes:
+    async def read_all(self, fs: SimFilesystem, of: OpenFile, size: int) -> bytes:
         """read(2) until ``size`` bytes are there or the end."""
         if of.backed:
             return os.pread(of.fd, size, 0)
@@ -278,7 +360,8 @@ class Client:
         return b"".join(pieces)
 
     async def verify(self) -> None:
-        shown = await self.shown()
+        """Everybody sees what was closed."""
+        shown = await self.shown(elsewhere=True)
         if not same(shown, self.tree):
             raise Violation(f"contents of {self.base!r}: {difference(shown, self.tree)}")
 

@@ -12,10 +12,11 @@ import random
 from dataclasses import dataclass
 
 from sim_check import Violation
+from sim_life import SimFilesystem
 
 from cachexfs.core.records import FID_STEP
 from cachexfs.engine.files import Files
-from cachexfs.engine.filesystem import Attr, Filesystem
+from cachexfs.engine.filesystem import Attr
 from cachexfs.engine.interfaces import Clock
 from cachexfs.engine.vnode import WRITABLE, Handle
 
@@ -50,7 +51,7 @@ class Kernel:
         self._references: dict[int, int] = {}
 
     # ---- opening and closing
-    def opened(self, fs: Filesystem, handle: Handle) -> OpenFile:
+    def opened(self, fs: SimFilesystem, handle: Handle) -> OpenFile:
         """The answer to an open is on its way."""
         files, ino = fs.files, handle.vnode.ino
         of = OpenFile(ino, handle.flags, handle)

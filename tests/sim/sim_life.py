@@ -12,13 +12,14 @@ import os
 import random
 from collections.abc import Awaitable, Callable, Collection, Mapping
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import trio
-from sim_catalogue import Log, SimCatalogue
+from sim_catalogue import Link, Log, SimCatalogue
 from sim_pfs import SimPfs
 
 from cachexfs.adapters.file_digest import digest_file
+from cachexfs.adapters.replica_store import ReplicaStore
 from cachexfs.adapters.staging import Staging
 from cachexfs.config import MountOptions
 from cachexfs.core import namespace
@@ -35,6 +36,7 @@ from cachexfs.engine.drain import Drainer
 from cachexfs.engine.files import Files
 from cachexfs.engine.filesystem import Filesystem, Parts
 from cachexfs.engine.hold import Keeper
+from cachexfs.engine.interfaces import Peers
 from cachexfs.engine.losses import Losses
 from cachexfs.engine.node import Node
 from cachexfs.engine.pfs_import import Importer
@@ -42,6 +44,10 @@ from cachexfs.engine.recover import Takeover
 from cachexfs.engine.replicate import Replicator
 from cachexfs.engine.source import Source
 from cachexfs.errors import FsError
+from cachexfs.glue import HeldReplicas
+
+if TYPE_CHECKING:
+    from sim_kernel import Kernel
 
 T = TypeVar("T")
 EPOCH_S = 1_700_000_000.0
@@ -84,6 +90,24 @@ class SimStaging(Staging):
             super().remove(stage)
 
 
+class SimFilesystem(Filesystem):
+    """With the kernel that asks it."""
+
+    kernel: Kernel
+
+
+class SimHeld(HeldReplicas):
+    """The replicas of one life: nothing of a dead daemon removes them."""
+
+    def __init__(self, life: Life, store: ReplicaStore) -> None:
+        super().__init__(store)
+        self._life = life
+
+    async def drop(self, stage: str) -> None:
+        if not self._life.dead:
+            await super().drop(stage)
+
+
 @dataclass
 class Outcome:
     """How an operation ended: a value, an errno, or with the death of its daemon."""
@@ -106,6 +130,8 @@ class Life:
         clock: SimClock,
         rng: random.Random,
         after: Life | None = None,
+        link: Link | None = None,
+        peers: Callable[[str], Peers] | None = None,
     ) -> None:
         self.mount = after.mount if after is not None else next(_mounts)
         self.supervised = False  # its death is not that of the mount
@@ -115,14 +141,19 @@ class Life:
         assert options.staging is not None
         self.staging = SimStaging(options.staging, options.memory)
         self.staging.open()
-        self.catalogue = SimCatalogue(log, rng)
+        self.catalogue = SimCatalogue(log, rng, link, options.fsync_timeout_s)
         self.pfs = pfs
         self.node = Node(options, options.node, self.catalogue, self.staging, clock, digest_file, pfs)
         self.node.random = rng
+        self.store: ReplicaStore | None = None
+        if options.nvme_directory is not None and peers is not None:
+            self.store = ReplicaStore.open_blocking(os.path.join(options.nvme_directory, "replicas"))
+            self.node.replicas, self.node.peers = SimHeld(self, self.store), peers(options.node)
+        self.boot = f"{self.mount}.{rng.getrandbits(32):x}"
         self.dead = False
         self.nursery: trio.Nursery | None = None
         self.parts, self.completeness, self._takeover = self._build()
-        self.filesystem = Filesystem(self.parts)
+        self.filesystem = SimFilesystem(self.parts)
 
     def _build(self) -> tuple[Parts, Completeness, Takeover]:
         node = self.node
@@ -166,6 +197,8 @@ class Life:
                 self.parts.claims.load()
                 self.parts.losses.load()
                 parts = self.parts
+                if self.store is not None:
+                    nursery.start_soon(self.catalogue.watch, LifeRecord(self.node.name, self.boot))
                 for task in (
                     parts.replicator.run,
                     parts.drainer.run,
@@ -174,7 +207,8 @@ class Life:
                     self._takeover.run,
                 ):
                     nursery.start_soon(task)
-                nursery.start_soon(parts.files.passing.watch)
+                if self.filesystem.kernel.passthrough:
+                    nursery.start_soon(parts.files.passing.watch)
                 nursery.start_soon(recover.verify, self.node)
                 await trio.sleep(self.node.random.choice([0, 0.001]))
                 self.resume(self.parts.files)
@@ -186,6 +220,8 @@ class Life:
                     os.close(vnode.fd)
             self._close_strays()
             self.staging.close()
+            if self.store is not None:
+                self.store.close()
 
     def _close_strays(self) -> None:
         """A dead process holds no file, wherever its tasks were."""
@@ -198,13 +234,14 @@ class Life:
 
     async def _register(self) -> None:
         node, ctx = self.node, self.node.ctx()
-        record = rec.Node(node.name, "", 0, 0, self.staging.store, "", node.name)
+        nvme = node.replicas.store if node.replicas is not None else ""
+        record = rec.Node(node.name, "", 0, 0, self.staging.store, nvme, node.name)
 
         def register(tx: Tx) -> None:
             if tx.read(rec.JOB_KEY) is None:
                 tx.put(rec.JOB_KEY, Job(FORMAT_VERSION, ROOT_FID, node.name, node.replica_count))
             tx.put(rec.node_key(node.name), record)
-            tx.put(rec.life_key(node.name), LifeRecord(node.name, ""))
+            tx.put(rec.life_key(node.name), LifeRecord(node.name, self.boot))
             namespace.join_root(tx, ctx, NewAttrs(0o755, 0, 0), imported=False)
 
         await self.catalogue.mutate(register)
@@ -217,7 +254,7 @@ class Life:
             self.nursery.cancel_scope.cancel()
 
     # ---- operations
-    async def call(self, function: Callable[[Filesystem], Awaitable[T]]) -> Outcome:
+    async def call(self, function: Callable[[SimFilesystem], Awaitable[T]]) -> Outcome:
         """Carry out an operation as a request of the kernel: it dies with the daemon."""
         outcome = Outcome()
         if self.dead or self.nursery is None:
@@ -227,7 +264,7 @@ class Life:
             await outcome.done.wait()
         return outcome
 
-    async def _request(self, function: Callable[[Filesystem], Awaitable[T]], outcome: Outcome) -> None:
+    async def _request(self, function: Callable[[SimFilesystem], Awaitable[T]], outcome: Outcome) -> None:
         try:
             await trio.lowlevel.checkpoint()
             try:

@@ -23,7 +23,8 @@ import trio
 import trio.testing
 from sim_catalogue import Log
 from sim_check import Checkers, Saves, Violation, commit_file
-from sim_client import Node
+from sim_client import Loss, Node
+from sim_cluster import Cluster
 from sim_kernel import Kernel
 from sim_life import Life, SimClock
 from sim_pfs import Faults, SimPfs
@@ -106,6 +107,7 @@ class Run:
         self.kernel = Kernel(rng, self.clock, passthrough=passthrough)
         self.checkers.kept.view = lambda: self._life.catalogue.view if self._life is not None else None
         self.checkers.kept.excused = self.tight
+        self.loss: Loss | None = None
         self._numbers = 0
         self._life: Life | None = None
         self._alive = trio.Event()
@@ -122,6 +124,9 @@ class Run:
         while self._life is None or self._life.dead:
             await self._alive.wait()
         return self._life
+
+    async def others(self) -> Life:
+        return await self.life()
 
     def trace(self, text: str) -> None:
         if self._traces:
@@ -142,6 +147,7 @@ class Run:
         pfs.trace = self.trace
         life = Life(self.options, self.log, pfs, self.clock, self.random, after)
         life.others = lambda: {*self.store.readers, *(of.fd for of in self.kernel.opens)}
+        life.filesystem.kernel = self.kernel
         if after is not None:
             life.open_files, life.resume = self.kernel.open_files(), self.kernel.resume
         await self._nursery.start(life.run)
@@ -269,7 +275,7 @@ class Run:
 
 
 #: Name of a scenario -> its run: (seed, directory, trace) to something with ``main``.
-SCENARIOS: dict[str, Callable[..., Run]] = {"one": Run}
+SCENARIOS: dict[str, Callable[..., Run | Cluster]] = {"one": Run, "cluster": Cluster}
 
 
 def simulate(seed: int, scenario: str = "one", *, trace: bool = False) -> None:

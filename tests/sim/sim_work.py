@@ -13,10 +13,9 @@ import trio
 from sim_check import Violation, commit_file
 from sim_client import Client, Killed, Node, Tree
 from sim_kernel import OpenFile
-from sim_life import Life
+from sim_life import Life, SimFilesystem
 
 from cachexfs.core.changes import NewAttrs
-from cachexfs.engine.filesystem import Filesystem
 
 FILES = [b"a", b"b", b"c"]
 DIRECTORIES = [b"d", b"e"]
@@ -114,6 +113,8 @@ class Worker(Client):
         outcome = await self.step(self.tree, lambda fs: fs.fsync(of.handle), errno.EIO, life=life)
         if outcome.errno and not self.world.trouble:
             raise Violation(f"fsync of {path!r} failed without a reason: {outcome.why}")
+        if not outcome.errno and self.world.fsync == "partner" and data and vnode.dirty:
+            self.synced[path] = data
         if not outcome.errno and self.world.fsync == "pfs" and (data or not fresh):
             self.world.checkers.fsynced(self.base + b"/" + path, data)
 
@@ -172,7 +173,7 @@ class Worker(Client):
         """What fstat and read of each open file say."""
         data = self.tree[path].data
 
-        async def look(fs: Filesystem) -> None:
+        async def look(fs: SimFilesystem) -> None:
             for of in opens:
                 if of.flags & os.O_WRONLY:
                     continue
@@ -188,7 +189,7 @@ class Worker(Client):
         old = self.tree[path].data
         size = self.world.random.choice([0, len(old) // 2, len(old) + 3000])
 
-        async def cut(fs: Filesystem) -> None:
+        async def cut(fs: SimFilesystem) -> None:
             await fs.setattr(of.ino, of.handle, size=size)
 
         await self.step(self.put(path, old[:size].ljust(size, b"\0")), cut, *self.no_room(), life=life)
@@ -200,7 +201,7 @@ class Worker(Client):
         old = self.tree[path].data
         size = self.world.random.choice([0, 1, len(old) // 2, len(old) + 3000])
 
-        async def cut(fs: Filesystem) -> None:
+        async def cut(fs: SimFilesystem) -> None:
             await fs.setattr((await self.locate(fs, path)).ino, None, size=size)
 
         await self.step(self.put(path, old[:size].ljust(size, b"\0")), cut, *self.no_room())
@@ -221,7 +222,7 @@ class Worker(Client):
         if new in self.tree and self.tree[old].kind == "f" and self.tree[new].file == self.tree[old].file:
             after = self.tree  # two names of one file: POSIX does nothing
 
-        async def move(fs: Filesystem) -> None:
+        async def move(fs: SimFilesystem) -> None:
             (parent, name), (parent2, name2) = await self.parent(fs, old), await self.parent(fs, new)
             await fs.rename(parent, name, parent2, name2, 0)
 
@@ -242,7 +243,7 @@ class Worker(Client):
             await self.remove(path)
 
     async def remove(self, path: bytes) -> None:
-        async def unlink(fs: Filesystem) -> None:
+        async def unlink(fs: SimFilesystem) -> None:
             await fs.unlink(*await self.parent(fs, path))
 
         await self.step(self.without(path), unlink, done=errno.ENOENT)
@@ -252,7 +253,7 @@ class Worker(Client):
         if old is None or new in self.tree:
             return
 
-        async def link(fs: Filesystem) -> None:
+        async def link(fs: SimFilesystem) -> None:
             await fs.link((await self.locate(fs, old)).ino, *await self.parent(fs, new))
 
         await self.step({**self.tree, new: self.tree[old]}, link, done=errno.EEXIST)
@@ -262,7 +263,7 @@ class Worker(Client):
         if path in self.tree:
             return
 
-        async def make(fs: Filesystem) -> None:
+        async def make(fs: SimFilesystem) -> None:
             await fs.mknod(*await self.parent(fs, path), "p", 0, NewAttrs(0o600, 0, 0))
 
         await self.step({**self.tree, path: Node("p", 0o600)}, make, done=errno.EEXIST)
@@ -272,7 +273,7 @@ class Worker(Client):
         if path in self.tree:
             return
 
-        async def make(fs: Filesystem) -> None:
+        async def make(fs: SimFilesystem) -> None:
             await fs.mkdir(*await self.parent(fs, path), NewAttrs(0o755, 0, 0))
 
         await self.step({**self.tree, path: Node("d", 0o755)}, make, done=errno.EEXIST)
@@ -282,7 +283,7 @@ class Worker(Client):
         if path is None or any(p.startswith(path + b"/") for p in self.tree):
             return
 
-        async def remove(fs: Filesystem) -> None:
+        async def remove(fs: SimFilesystem) -> None:
             await fs.rmdir(*await self.parent(fs, path))
 
         await self.step(self.without(path), remove, done=errno.ENOENT)
@@ -293,7 +294,7 @@ class Worker(Client):
         if path in self.tree:
             return
 
-        async def make(fs: Filesystem) -> None:
+        async def make(fs: SimFilesystem) -> None:
             parent, name = await self.parent(fs, path)
             await fs.symlink(parent, name, target, NewAttrs(0o777, 0, 0))
 
@@ -307,7 +308,7 @@ class Worker(Client):
         directory = self.tree[path].kind == "d"
         mode = self.world.random.choice([0o700, 0o755, 0o640] if directory else [0o600, 0o444, 0o755])
 
-        async def change(fs: Filesystem) -> None:
+        async def change(fs: SimFilesystem) -> None:
             await fs.setattr((await self.locate(fs, path)).ino, None, mode=mode)
 
         await self.step(self.replaced(path, mode=mode), change)
@@ -318,7 +319,7 @@ class Worker(Client):
             return
         time_ns = self.world.random.randrange(10**18)
 
-        async def change(fs: Filesystem) -> None:
+        async def change(fs: SimFilesystem) -> None:
             found = await fs.setattr((await self.locate(fs, path)).ino, None, atime_ns=time_ns, mtime_ns=time_ns)
             if found.mtime_ns != time_ns:
                 raise Violation(f"utimens of {path!r} is not shown")
@@ -334,7 +335,7 @@ class Worker(Client):
         remove = name in old and self.world.random.random() < 0.5
         new = {k: v for k, v in old.items() if k != name} if remove else {**old, name: value}
 
-        async def change(fs: Filesystem) -> None:
+        async def change(fs: SimFilesystem) -> None:
             await fs.set_xattr((await self.locate(fs, path)).ino, name, None if remove else value)
 
         await self.step(self.replaced(path, xattrs=tuple(sorted(new.items()))), change, done=errno.ENODATA)
@@ -400,10 +401,10 @@ class Worker(Client):
         if path is None:
             return
 
-        async def bad(fs: Filesystem) -> None:
+        async def bad(fs: SimFilesystem) -> None:
             await fs.mkdir(*await self.parent(fs, path), NewAttrs(0o755, 0, 0))
 
-        async def missing(fs: Filesystem) -> None:
+        async def missing(fs: SimFilesystem) -> None:
             await fs.unlink((await self.locate(fs, path)).ino, b"not there")
 
         for function, code in ((bad, errno.EEXIST), (missing, errno.ENOENT)):
@@ -420,7 +421,7 @@ class Worker(Client):
         of = await self.open(path, os.O_RDWR, life=life)
         await self.remove(path)
 
-        async def use(fs: Filesystem) -> None:
+        async def use(fs: SimFilesystem) -> None:
             found = await self.read_all(fs, of, len(data) + 1)
             if found != data and found != data + b"more"[: len(found) - len(data)]:
                 raise Violation(f"{path!r} without a name is {found[:24]!r}, not {data[:24]!r}")

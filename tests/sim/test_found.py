@@ -15,7 +15,7 @@ import trio.testing
 from sim_catalogue import Log
 from sim_check import Checkers, Saves
 from sim_kernel import Kernel, OpenFile
-from sim_life import Life, SimClock
+from sim_life import Life, SimClock, SimFilesystem
 from sim_pfs import Faults, SimPfs
 from sim_run import inline_threads
 from sim_store import Store
@@ -24,7 +24,6 @@ from cachexfs.config import MountOptions
 from cachexfs.core.changes import NewAttrs
 from cachexfs.core.records import ROOT_FID, OpKind
 from cachexfs.core.stages import make_stage
-from cachexfs.engine.filesystem import Filesystem
 from cachexfs.engine.vnode import Handle
 from cachexfs.errors import FsError
 
@@ -59,6 +58,7 @@ class Scene:
 
         pfs._act = acting  # type: ignore[method-assign]
         self.life = Life(self.options, self.log, pfs, self.clock, self.random, after)
+        self.life.filesystem.kernel = self.kernel
         if after is not None:
             self.life.open_files, self.life.resume = self.kernel.open_files(), self.kernel.resume
         await self._nursery.start(self.life.run)
@@ -72,7 +72,7 @@ class Scene:
         return await self.start(self.life if supervised else None)
 
     @property
-    def fs(self) -> Filesystem:
+    def fs(self) -> SimFilesystem:
         return self.life.filesystem
 
     async def ino(self, path: bytes) -> int:
