@@ -54,9 +54,9 @@ class Reader:
 
     def pfs_path(self, fid: int) -> bytes | None:
         """Where a file lies on the PFS now: its name, taken back through what has not landed."""
-        return next(iter(self._pfs_paths(fid)), None)
+        return next(iter(self.pfs_paths(fid)), None)
 
-    def _pfs_paths(self, fid: int) -> list[bytes]:
+    def pfs_paths(self, fid: int) -> list[bytes]:
         """The same, then where it lies once each of that has landed: perhaps it has, and only the record is missing."""
         view = self.node.catalogue.view
         inode = view.inode(fid)
@@ -207,7 +207,7 @@ class Reader:
 
     async def _read_pfs(self, fid: int, offset: int, length: int) -> bytes:
         missing = FileNotFoundError(errno.ENOENT, "no name on the PFS")
-        for path in self._pfs_paths(fid) if self.node.pfs is not None else ():
+        for path in self.pfs_paths(fid) if self.node.pfs is not None else ():
             try:
                 assert self.node.pfs is not None
                 return await self.node.pfs.read(path, offset, length, PFS_DEADLINE_S)

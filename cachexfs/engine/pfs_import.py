@@ -18,7 +18,7 @@ from cachexfs.core import records as rec
 from cachexfs.core.records import Dirent, DirTimes, Generation, Inode, PfsCopy
 from cachexfs.core.replica import Tx
 from cachexfs.engine.content import Reader
-from cachexfs.engine.interfaces import PfsStat
+from cachexfs.engine.interfaces import Pfs, PfsStat
 from cachexfs.engine.node import Node
 from cachexfs.errors import FsError, quoted
 
@@ -49,17 +49,11 @@ class Importer:
         self._locks.pop(fid, None)
 
     async def _import(self, fid: int) -> None:
-        path = self.reader.pfs_path(fid)
-        if path is None:
+        if self.reader.path(fid) is None:
             raise FsError(errno.ENOENT)
         entries: list[tuple[bytes, PfsStat]] = []
         if self.node.pfs is not None and not self.node.options.offline:
-            try:
-                entries = await self.node.pfs.listing(path, IMPORT_DEADLINE_S)
-            except FileNotFoundError as error:
-                raise FsError(errno.EIO, f"{quoted(path)} was on the PFS and is not there now: {error}") from error
-            except (OSError, trio.TooSlowError) as error:
-                raise FsError(errno.EIO, f"the PFS cannot list {quoted(path)}: {error or 'no answer'}") from error
+            entries = await self._list(self.node.pfs, fid)
         for start in range(0, len(entries), BATCH_NAMES):
             await self._take(fid, entries[start : start + BATCH_NAMES])
 
@@ -69,6 +63,22 @@ class Importer:
                 tx.put(rec.inode_key(fid), msgspec.structs.replace(now, imported=True))
 
         await self.node.catalogue.mutate(done)
+
+    async def _list(self, pfs: Pfs, fid: int) -> list[tuple[bytes, PfsStat]]:
+        """What a directory has on the PFS, under its old name or, when a rename has landed meanwhile, its new one."""
+        inode, paths = self.node.catalogue.view.inode(fid), self.reader.pfs_paths(fid)
+        ino = inode.pfs.ino if inode is not None and inode.pfs is not None else 0
+        why: Exception | None = None
+        for path in paths:
+            try:
+                if path == paths[0] or (await pfs.stat(path, IMPORT_DEADLINE_S)).ino == ino:
+                    return await pfs.listing(path, IMPORT_DEADLINE_S)
+            except FileNotFoundError as error:
+                why = error
+            except (OSError, trio.TooSlowError) as error:
+                raise FsError(errno.EIO, f"the PFS cannot list {quoted(path)}: {error or 'no answer'}") from error
+        shown = quoted(paths[-1]) if paths else "a directory"
+        raise FsError(errno.EIO, f"{shown} was on the PFS and is not there now: {why or 'it has no name'}")
 
     async def _take(self, parent: int, entries: list[tuple[bytes, PfsStat]]) -> None:
         fids = [self.node.new_fid() for _ in entries]

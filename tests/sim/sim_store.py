@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import os
 import random
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from cachexfs.engine.interfaces import PfsAttrs, PfsStat
@@ -63,7 +64,7 @@ class Store:
         self._numbers += 1
         return Ino(self._numbers, kind, attrs)
 
-    def plant(self, tree: dict[bytes, tuple[str, int, bytes]]) -> None:
+    def plant(self, tree: Mapping[bytes, tuple[str, int, bytes]]) -> None:
         """Put what was there before any mount: path -> (kind, mode, bytes or target), all of it synced."""
         for path, (kind, mode, data) in sorted(tree.items()):
             parent, name = self.parent(path)

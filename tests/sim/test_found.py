@@ -6,7 +6,7 @@ import errno
 import os
 import random
 import tempfile
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 import pytest
@@ -30,10 +30,19 @@ from cachexfs.errors import FsError
 FILE, DIRECTORY = NewAttrs(0o644, 0, 0), NewAttrs(0o755, 0, 0)
 
 
+_NOTHING: Mapping[bytes, tuple[str, int, bytes]] = {}
+
+
 class Scene:
     """One node and its PFS. ``before(step)`` may raise, wait or do nothing before a step of a call on the PFS."""
 
-    def __init__(self, directory: str, nursery: trio.Nursery, **options: Any) -> None:
+    def __init__(
+        self,
+        directory: str,
+        nursery: trio.Nursery,
+        planted: Mapping[bytes, tuple[str, int, bytes]] = _NOTHING,
+        **options: Any,
+    ) -> None:
         self._nursery = nursery
         self.options = MountOptions(
             pfs="/pfs",
@@ -43,6 +52,7 @@ class Scene:
             **{"memory": 64 << 20, "fsync": "pfs", **options},
         )
         self.store, self.faults, self.log, self.clock = Store(), Faults(), Log(), SimClock()
+        self.store.plant(planted)
         self.random = random.Random(1)
         self.kernel = Kernel(self.random, self.clock, passthrough=True)
         self.before: Callable[[str], None] = lambda step: None
@@ -597,3 +607,15 @@ def test_what_a_passed_writer_changes_after_a_publication_outlives_the_daemon(da
         assert scene.on_pfs(b"a") == data
 
     run()
+
+
+# ---- what the PFS had before
+@scene(planted={b"d": ("d", 0o755, b""), b"d/a": ("f", 0o644, b"old")})
+async def test_a_directory_is_looked_at_for_the_first_time_while_its_rename_lands(scene: Scene) -> None:
+    """The PFS had renamed it and the catalogue did not know yet: it was not there under the old name, so EIO."""
+    fail_once(scene, "sync directory")
+    await scene.rename(b"d", b"e")
+    await trio.sleep(0.1)
+    assert scene.on_pfs(b"e/a") == b"old"
+    assert [name for name, _ in await scene.fs.names(await scene.ino(b"e"))] == [b"a"]
+    assert await scene.read(b"e/a") == b"old"
