@@ -69,7 +69,10 @@ async def adopt(
             fid, ctx = int(key[2:], 16), node.ctx()
             await node.catalogue.mutate(lambda tx: publication.close_created(tx, ctx, fid))  # noqa: B023
         elif isinstance(record, Inode) and record.writing == node.name:
-            await node.catalogue.mutate(_clear_writing(int(key[2:], 16), node.name))
+            fid = int(key[2:], 16)
+            if record.synced is not None and not node.staging.has(record.synced.stage):
+                await _publish_synced(node, fid, record)  # this node's memory is gone, the partner's copy is not
+            await node.catalogue.mutate(_clear_writing(fid, node.name))
 
 
 async def verify(node: Node) -> None:
@@ -200,6 +203,18 @@ def _clear_writing(fid: int, name: str):  # type: ignore[no-untyped-def]
     return clear
 
 
+async def _publish_synced(node: Node, fid: int, inode: Inode) -> None:
+    """Publish what an fsync has made safe on other nodes, of a writer whose memory is gone."""
+    synced, generation = inode.synced, node.catalogue.view.generation(fid)
+    copies = tuple(c for c in synced.copies if node.valid(c)) if synced is not None else ()
+    if synced is None or not copies:
+        return
+    base = generation.gen if generation is not None else 0
+    content = Content(synced.size, synced.digest, synced.tree, synced.stage, copies, inode.mtime_ns)
+    ctx = node.ctx()
+    await node.catalogue.mutate(lambda tx: publication.publish(tx, ctx, fid, base, content))
+
+
 class Takeover:
     """Publishes, for a lost node, what its fsyncs had made safe."""
 
@@ -249,13 +264,6 @@ class Takeover:
             return
         if holders[0] != self.node.name:
             return
-        generation = self.node.catalogue.view.generation(fid)
-        base = generation.gen if generation is not None else 0
-        content = Content(
-            synced.size, synced.digest, synced.tree, synced.stage,
-            tuple(c for c in synced.copies if self.node.valid(c)), inode.mtime_ns,
-        )  # fmt: skip
-        ctx = self.node.ctx()
-        await self.node.catalogue.mutate(lambda tx: publication.publish(tx, ctx, fid, base, content))
+        await _publish_synced(self.node, fid, inode)
         await self.node.catalogue.mutate(_clear_writing(fid, dead))
         log.info("published what the last fsync on the lost node %s had made safe of %x", dead, fid)

@@ -118,7 +118,7 @@ class Seat:
 class Cluster:
     """Two to four nodes."""
 
-    def __init__(self, seed: int, directory: str, *, trace: bool = False) -> None:
+    def __init__(self, seed: int, directory: str, *, trace: bool = False, fsync: str = "") -> None:
         self.seed, self.random, self._traces = seed, random.Random(seed), trace
         rng = self.random
         self.store, self.faults, self.log, self.clock = Store(), Faults(), Log(), SimClock()
@@ -131,7 +131,7 @@ class Cluster:
         self.cuts = self._numbers = 0
         names = [f"n{number}" for number in range(rng.choice([2, 2, 3, 4]))]
         nodes = tuple(NodeAddress(name, "", 0) for name in names)
-        fsync, workers = rng.choice(["partner", "returned", "pfs"]), rng.choice([1, 4])
+        fsync, workers = fsync or rng.choice(["partner", "returned", "pfs"]), rng.choice([1, 4])
         self.seats = [
             Seat(
                 self,

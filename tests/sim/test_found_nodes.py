@@ -1,0 +1,102 @@
+"""What happens between nodes, a scene each: the real engines on one simulated catalogue."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Awaitable, Callable
+
+import pytest
+import trio
+import trio.testing
+from sim_cluster import Cluster
+from sim_run import inline_threads
+
+from cachexfs.core.changes import NewAttrs
+from cachexfs.core.records import ROOT_FID
+from cachexfs.engine.filesystem import Filesystem
+
+FILE = NewAttrs(0o644, 0, 0)
+SEED_OF_TWO_NODES = 1
+
+
+class Pair(Cluster):
+    """Two nodes to which only the scene does something; fsync waits for the partner."""
+
+    async def play(self, scene: Callable[[Pair], Awaitable[None]]) -> None:
+        self.seats = self.seats[:2]
+        async with trio.open_nursery() as self._nursery:
+            for seat in self.seats:
+                await seat.born(self._nursery)
+            await self.fs(0).names(ROOT_FID)
+            self.faults.away = True  # what is asked here is asked of the nodes
+            self._nursery.start_soon(self._leases)
+            await scene(self)
+            self._nursery.cancel_scope.cancel()
+
+    def fs(self, number: int) -> Filesystem:
+        life = self.seats[number].current
+        assert life is not None
+        return life.filesystem
+
+    async def lose(self, number: int, away_s: float) -> None:
+        """A node goes with all that it had, and comes back empty."""
+        assert self._nursery is not None
+        self.seats[number].kill(supervised=False)
+        await trio.testing.wait_all_tasks_blocked()
+        self.seats[number].forget(nvme=True)
+        await trio.sleep(away_s)
+        await self.seats[number].born(self._nursery)
+
+    async def read(self, number: int, name: bytes) -> bytes:
+        fs = self.fs(number)
+        handle = await fs.open((await fs.lookup(ROOT_FID, name)).ino, os.O_RDONLY)
+        try:
+            return await fs.read(handle, 0, 1 << 20)
+        finally:
+            await fs.release(handle)
+
+
+def play(scene: Callable[[Pair], Awaitable[None]]) -> None:
+    with tempfile.TemporaryDirectory() as directory, inline_threads(1):
+        pair = Pair(SEED_OF_TWO_NODES, directory, fsync="partner")
+        trio.run(pair.play, scene, clock=trio.testing.MockClock(autojump_threshold=0))
+
+
+@pytest.mark.parametrize("away_s", [1.0, 60.0])
+def test_what_was_fsynced_is_there_however_soon_its_lost_node_is_replaced(away_s: float) -> None:
+    """Before its lease has ended nobody has taken over, and the newcomer forgot what it did not know."""
+
+    async def scene(pair: Pair) -> None:
+        handle, _ = await pair.fs(0).create(ROOT_FID, b"a", FILE, os.O_WRONLY)
+        await pair.fs(0).write(handle, 0, b"safe at the partner")
+        await pair.fs(0).fsync(handle)
+        await pair.lose(0, away_s)
+        await trio.sleep(60)
+        assert await pair.read(1, b"a") == b"safe at the partner"
+
+    play(scene)
+
+
+def test_of_two_writers_one_wins_whole_and_the_other_is_told() -> None:
+    async def scene(pair: Pair) -> None:
+        handles = []
+        first, _ = await pair.fs(0).create(ROOT_FID, b"a", FILE, os.O_WRONLY)
+        await pair.fs(0).write(first, 0, b"0" * 5000)
+        await pair.fs(0).flush(first)
+        await pair.fs(0).release(first)
+        for number in range(2):
+            found = await pair.fs(number).lookup(ROOT_FID, b"a")
+            handles.append(await pair.fs(number).open(found.ino, os.O_WRONLY))
+        for at in range(0, 5000, 1000):
+            for number in range(2):
+                await pair.fs(number).write(handles[number], at, b"AB"[number : number + 1] * 1000)
+        for number in range(2):
+            await pair.fs(number).flush(handles[number])
+            await pair.fs(number).release(handles[number])
+        for number in range(2):
+            assert await pair.read(number, b"a") == b"B" * 5000
+        told = await pair.fs(1).xattrs((await pair.fs(1).lookup(ROOT_FID, b"a")).ino)
+        assert b"was replaced without having been seen" in told[b"user.cachex.error"]
+
+    play(scene)
