@@ -184,3 +184,37 @@ def test_a_killed_daemon_comes_back_with_what_was_claimed(
     cluster.umount()
     wrong = [name for name, (_, data) in claims.items() if (cluster.pfs / name).read_bytes() != data]
     assert not wrong
+
+
+def test_a_commit_file_whose_member_is_lost_is_not_offered(
+    make_cluster: Callable[..., LocalCluster], templates: tuple[Template, Template]
+) -> None:
+    """A shard's node and its partner are gone before the PFS had it: frameworks must not take the checkpoint."""
+    cluster = make_cluster(5, OPTIONS)  # the catalogue's three members live
+    mounts = [node.mountpoint for node in cluster.nodes]
+    with pfs_away(cluster):
+        templates[0].save(mounts[:1], "step-1")
+        lost = templates[0].shards()[0]
+        (mounts[3] / "step-1" / lost).unlink()
+        write_file(mounts[3] / "step-1" / lost, templates[0].files[lost], sync=False)
+        write_file(mounts[0] / "step-1/.metadata.tmp", templates[0].files[".metadata"], sync=False)
+        os.rename(mounts[0] / "step-1/.metadata.tmp", mounts[0] / "step-1/.metadata")
+        until_stage(mounts[0] / "step-1", "partner")
+        partner = next(h for h in (xattr(mounts[0] / "step-1" / lost, "holders") or "").split(",") if "nvme" in h)
+        for index in (3, int(partner.partition(":")[0].removeprefix("n"))):
+            cluster.kill(index)
+            cluster.wipe(index)
+        left = next(index for index in (0, 1, 2) if not partner.startswith(f"n{index}:"))
+        directory = mounts[left] / "step-1"
+        until("withheld", lambda: ".metadata" not in os.listdir(directory))
+        assert not (directory / ".metadata").exists()
+        assert sorted(os.listdir(directory)) == sorted(templates[0].shards())
+        assert xattr(directory / lost, "stage") == "lost"
+        status = cluster.run(left, "status")
+        assert status.code == EXIT_NOT_DURABLE
+        assert f"step-1/{lost}" in status.out
+        assert "withheld" in status.out
+        assert cluster.run(left, "latest", mounts[left]).code == EXIT_NO
+    rest = len(templates[0].shards()) - 1
+    until("the rest lands", lambda: len(list(cluster.pfs.glob("step-1/*.distcp"))) == rest)
+    assert not (cluster.pfs / "step-1/.metadata").exists()
