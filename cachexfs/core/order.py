@@ -16,7 +16,9 @@ Directory attributes (``DIRATTR``) are not ordered: they come when nothing in or
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator
+from bisect import bisect_left
+from collections.abc import Callable, Iterator
+from typing import Protocol
 
 from cachexfs.core.commitfiles import is_unfinished_marker
 from cachexfs.core.records import Op, OpKind
@@ -54,6 +56,14 @@ def _takes_claim(op: Op) -> bool:
     return op.kind in (OpKind.UNLINK, OpKind.RENAME) and lists_members(op.path.rpartition(b"/")[2])
 
 
+class Passing(Protocol):
+    """Keys that somebody does not wait for. ``hints``: by queue, up to where it has been looked through."""
+
+    hints: dict[tuple[int, bytes], Seq]
+
+    def __contains__(self, key: bytes) -> bool: ...
+
+
 class _Queue:
     """Members in increasing order; smallest in amortised constant time."""
 
@@ -83,12 +93,16 @@ class _Queue:
         """All, in order."""
         return (seq for seq in self._items[self._head :] if seq in self._live)
 
-    def first(self, passing: Container[bytes] = ()) -> Seq | None:
-        """The smallest, but for those whose key is in ``passing``."""
+    def first(self, passing: Passing | None = None, since: Seq | None = None) -> Seq | None:
+        """The smallest, but for those in ``passing`` or before ``since``."""
         items, live = self._items, self._live
         while self._head < len(items) and items[self._head] not in live:
             self._head += 1
         at = self._head
+        if passing is None:
+            return items[at] if at < len(items) else None
+        if since is not None:
+            at = bisect_left(items, since, at)
         while at < len(items) and (items[at] not in live or items[at][1] in passing):
             at += 1
         return items[at] if at < len(items) else None
@@ -127,7 +141,7 @@ class PendingOrder:
             if queue is not None and queue.discard(seq):
                 del table[path]
 
-    def blocker(self, key: bytes, passing: Container[bytes] = ()) -> bytes | None:
+    def blocker(self, key: bytes, passing: Passing | None = None) -> bytes | None:
         """Key of an operation that must land before ``key``; None when it may land now.
 
         ``passing``: operations that a commit operation does not wait for though they are in or below its directory (but
@@ -218,11 +232,16 @@ class PendingOrder:
         return False
 
     def _first_of(
-        self, *places: tuple[dict[bytes, _Queue], bytes], before: Seq | None, passing: Container[bytes] = ()
+        self, *places: tuple[dict[bytes, _Queue], bytes], before: Seq | None, passing: Passing | None = None
     ) -> bytes | None:
         for table, path in places:
             queue = table.get(path)
-            first = queue.first(passing) if queue is not None else None
+            if queue is None:
+                continue
+            place = (id(table), path)
+            first = queue.first(passing, passing.hints.get(place) if passing is not None else None)
+            if first is not None and passing is not None:
+                passing.hints[place] = first  # what came before it is passed for good
             if first is not None and (before is None or first < before):
                 return first[1]
         return None

@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable
 
 from cachexfs.core.commitfiles import is_commit_name, is_pointer_name
-from cachexfs.core.order import PendingOrder, covers, lands_at, lists_members, paths_of
+from cachexfs.core.order import PendingOrder, Seq, covers, lands_at, lists_members, paths_of
 from cachexfs.core.records import Op, OpKind
 
 #: Names relative to its directory that a commit file, here the operation that lands it, lists; None: not known.
@@ -35,6 +35,7 @@ class Waits:
         self._blockers: dict[bytes, bytes] = {}
         self._waiters: dict[bytes, dict[bytes, None]] = {}
         self._stuck: dict[bytes, None] = {}
+        self._hints: dict[bytes, dict[tuple[int, bytes], Seq]] = {}
 
     # ---- following: each returns the operations of which something has changed
     def put(self, key: bytes, created: int, op: Op) -> Collection[bytes]:
@@ -46,6 +47,7 @@ class Waits:
         """An operation has landed or was given up."""
         self.order.remove(key)
         self._stuck.pop(key, None)
+        self._hints.pop(key, None)
         self._wait(key, None)
         return self.look(self._waiters.pop(key, ()))
 
@@ -85,8 +87,9 @@ class Waits:
     def blocker(self, key: bytes) -> bytes | None:
         """Key of an operation that must land before ``key``; None when it may land now (but see ``stuck``)."""
         op = self.order.op(key)
-        passes = op is not None and op.commit and bool(self._stuck)
-        return self.order.blocker(key, _Passing(self, op) if passes and op is not None else ())
+        if op is None or not op.commit or not self._stuck:
+            return self.order.blocker(key)
+        return self.order.blocker(key, _Passing(self, op, self._hints.setdefault(key, {})))
 
     def stuck(self, key: bytes) -> bool:
         """Whether more waiting alone does not help an operation."""
@@ -129,14 +132,15 @@ class Waits:
 
 
 class _Passing:
-    """The stuck operations that a commit operation does not wait for."""
+    """The stuck operations that a commit operation does not wait for. What it has passed once it does not wait for
+    later, either: it may have landed by then."""
 
-    def __init__(self, waits: Waits, op: Op) -> None:
-        self._waits, self._claims = waits, waits.claims(op)
+    def __init__(self, waits: Waits, op: Op, hints: dict[tuple[int, bytes], Seq]) -> None:
+        self._waits, self._claims, self.hints = waits, waits.claims(op), hints
 
-    def __contains__(self, key: object) -> bool:
+    def __contains__(self, key: bytes) -> bool:
         waits = self._waits
-        if not isinstance(key, bytes) or not waits.stuck(key):
+        if not waits.stuck(key):
             return False
         op = waits.order.op(key)
         return op is not None and not any(self._claims(path) for path in paths_of(op))
