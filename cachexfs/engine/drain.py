@@ -347,8 +347,10 @@ class Drainer:
         return bool(later) and not self.waits.order.commit_between(op.path, key, later[0])
 
     async def _give_up(self, key: bytes, op: Op) -> None:
-        """An operation need not land any more: its prepared file goes first."""
-        await self.ready.discard(op.fid, op.hidden, foreign=op.ready)
+        """An operation need not land any more: its prepared file goes first, unless it is a later content's, too."""
+        others = [o for k, o in self.node.catalogue.view.ops_of(op.fid) if k != key and o.kind == OpKind.PUT]
+        if all(other.hidden != op.hidden for other in others):
+            await self.ready.discard(op.fid, op.hidden, foreign=op.ready)
         await self.names.finish(key)
 
     def released(self, fid: int) -> None:
