@@ -1,6 +1,7 @@
 """Run something that may hang (a PFS that does not answer) in a child process, with a deadline.
 
-Role: for commands, which are single-threaded, so that fork is safe. A child stuck in the kernel is abandoned.
+Role: for commands, which are single-threaded, so that fork is safe. A child stuck in the kernel is abandoned; it keeps
+nothing open but its own pipe, so that who reads the command's output does not wait for it.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from cachexfs.errors import CacheXError
 
 T = TypeVar("T")
 
+STANDARD_FDS = 3
+
 
 def run_in_child(function: Callable[[], T], timeout_s: float) -> T:
     """The result of ``function()`` called in a forked child; it must be picklable.
@@ -27,7 +30,7 @@ def run_in_child(function: Callable[[], T], timeout_s: float) -> T:
     reader, writer = os.pipe()
     pid = os.fork()
     if pid == 0:
-        _child(function, reader, writer)
+        _child(function, writer)
     os.close(writer)
     try:
         data = _read_all(reader, time.monotonic() + timeout_s)
@@ -48,10 +51,10 @@ def run_in_child(function: Callable[[], T], timeout_s: float) -> T:
     return result
 
 
-def _child(function: Callable[[], T], reader: int, writer: int) -> None:
+def _child(function: Callable[[], T], writer: int) -> None:
     status = 1
     try:
-        os.close(reader)
+        _let_go(writer)
         try:
             data = pickle.dumps(("result", function()))
         except (OSError, CacheXError) as error:
@@ -62,6 +65,15 @@ def _child(function: Callable[[], T], reader: int, writer: int) -> None:
         status = 0
     finally:
         os._exit(status)
+
+
+def _let_go(writer: int) -> None:
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for fd in range(STANDARD_FDS):
+        if fd != writer:
+            os.dup2(nothing, fd)
+    os.closerange(STANDARD_FDS, max(writer, STANDARD_FDS))
+    os.closerange(max(writer + 1, STANDARD_FDS), os.sysconf("SC_OPEN_MAX"))
 
 
 def _read_all(reader: int, deadline_s: float) -> bytes:

@@ -139,6 +139,14 @@ def test_results_and_errors_come_back_from_a_child() -> None:
         bare.newest("/does/not/exist", None)
 
 
+def test_a_child_that_may_hang_for_ever_holds_nothing_of_its_parent() -> None:
+    """Else whoever reads the command's output would wait for it."""
+    held = run_in_child(lambda: [os.path.realpath(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd")], 30)
+    strange = [path for path in held if path != "/dev/null" and not path.startswith("/proc/")]
+    assert not strange
+    assert sum("pipe:" in path for path in held) == 1
+
+
 def test_while_a_server_of_the_pfs_is_down_nothing_is_certain(run_dir: Path, run: Run) -> None:
     """Its files are left out of listings: a newer checkpoint may be among them."""
     names = run_dir.parent / ".cachexfs/names"

@@ -53,6 +53,7 @@ def test_a_hung_pfs_stops_nothing_but_the_drain(
     promptly("the mount", work)
     if filesystem == "moose":  # a deadline has to pass first
         promptly("status", lambda: until("the PFS counts as hung", lambda: cluster.status(0).pfs_state == "hung"), 90)
+        assert cluster.status(0).pfs_error
         assert cluster.run(0, "status", str(mount)).code == EXIT_NOT_DURABLE
     ended = promptly("umount", lambda: cluster.run(0, "umount", str(mount), "--timeout", "2"), 60)
     assert ended.code == EXIT_NOT_DURABLE
@@ -70,6 +71,19 @@ def test_a_hung_pfs_stops_nothing_but_the_drain(
     assert look(shared.mounts[0] / place, whole_seconds=filesystem == "moose") == shown
     assert (shared.mounts[0] / place / "d/f19").read_bytes() == DATA[19:]
     assert not [path for path in (shared.mounts[0] / place / ".cachexfs/tmp").rglob("*") if path.is_file()]
+
+
+def test_a_first_mount_of_a_hung_pfs_says_so(
+    small: Gluster, make_cluster: Callable[..., LocalCluster], place: str
+) -> None:
+    cluster = make_cluster(1, mounted=False, pfs=[small.mounts[0] / place])
+    small.bricks[0].pause()
+    ended = promptly("mount", lambda: cluster.run(0, *cluster.mount_arguments(0)), 90)
+    assert ended.code == EXIT_CANNOT_TELL
+    assert "does not answer" in ended.err
+    small.bricks[0].go_on()
+    cluster.mount()
+    cluster.umount()
 
 
 def test_one_of_three_servers_may_hang(strict: Gluster, make_cluster: Callable[..., LocalCluster], place: str) -> None:
