@@ -80,7 +80,7 @@ def test_a_first_mount_of_a_hung_pfs_says_so(
     small.bricks[0].pause()
     ended = promptly("mount", lambda: cluster.run(0, *cluster.mount_arguments(0)), 90)
     assert ended.code == EXIT_CANNOT_TELL
-    assert "does not answer" in ended.err
+    assert "has not answered" in ended.err
     small.bricks[0].go_on()
     cluster.mount()
     cluster.umount()
