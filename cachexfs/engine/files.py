@@ -324,10 +324,12 @@ class Files:
         vnode = handle.vnode
         self._check_size(offset + len(data))
         self.passing.refresh(vnode)
-        if vnode.fd < 0 or offset < vnode.sealed or not vnode.dirty or vnode.change_lock.locked():
-            await self._begin(vnode, offset)
         staging = self.node.staging
-        if staging.used_bytes + len(data) > staging.limit_bytes and not staging.is_spilled(vnode.stage):
+        while True:  # what is waited for may take long: a publication in between seals what was open to change
+            if vnode.fd < 0 or offset < vnode.sealed or not vnode.dirty or vnode.change_lock.locked():
+                await self._begin(vnode, offset)
+            if staging.used_bytes + len(data) <= staging.limit_bytes or staging.is_spilled(vnode.stage):
+                break
             await self._grow(vnode, len(data))
         if staging.is_spilled(vnode.stage):
             return await self._write_spilled(handle, offset, data)
