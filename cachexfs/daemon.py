@@ -148,6 +148,7 @@ class Daemon:
             parts.drainer.load()
             parts.claims.load()
             parts.losses.load()
+            services.start_soon(parts.reader.fills.run)
             for task in (parts.replicator.run, parts.drainer.run, parts.claims.run, parts.keeper.run, takeover.run):
                 services.start_soon(task)
             services.start_soon(completeness.run)
@@ -271,6 +272,7 @@ class Daemon:
         losses = Losses(node, completeness)
         takeover = Takeover(node)
         source.keeper, source.replicator = keeper, replicator
+        keeper.fills = source.fills
         node.members = completeness.members_of
         node.orphans = self._orphans
         drainer.on_landed = keeper.landed

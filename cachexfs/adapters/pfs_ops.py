@@ -433,17 +433,35 @@ def listing(context: Context, path: bytes) -> None:
 def read(context: Context, path: bytes, offset: int, length: int) -> bytes:
     """See ``Pfs.read``; at most ``READ_BYTES_MAX``. EINVAL for anything but a regular file."""
     with context.open(mutating=False) as pfs:
-        parent, last = pfs.place(path)
-        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-        fd = pfs.keep(os.open(last, flags, dir_fd=parent))
-        if not stat.S_ISREG(os.fstat(fd).st_mode):
-            raise OSError(errno.EINVAL, "not a regular file", os.fsdecode(path))
+        fd = _open_file(pfs, path)
         pieces = []
         left = min(length, READ_BYTES_MAX)
         while left and (piece := os.pread(fd, left, offset)):
             pieces.append(piece)
             offset, left = offset + len(piece), left - len(piece)
         return b"".join(pieces)
+
+
+@certain
+def fetch(context: Context, path: bytes, offset: int, length: int, target: str) -> int:
+    """See ``Pfs.fetch``. EINVAL for anything but a regular file."""
+    with context.open(mutating=False) as pfs:
+        source = _open_file(pfs, path)
+        copied = pfs.keep(os.open(target, os.O_WRONLY | os.O_CLOEXEC))
+        os.lseek(copied, offset, os.SEEK_SET)
+        done = 0
+        while done < length and (count := os.sendfile(copied, source, offset + done, length - done)):
+            done += count
+        return done
+
+
+def _open_file(pfs: PfsDir, path: bytes) -> int:
+    parent, last = pfs.place(path)
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    fd = pfs.keep(os.open(last, flags, dir_fd=parent))
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        raise OSError(errno.EINVAL, "not a regular file", os.fsdecode(path))
+    return fd
 
 
 def statvfs(context: Context) -> tuple[int, int, int, int, int]:
@@ -462,5 +480,6 @@ OPERATIONS: dict[str, Callable[..., object]] = {
     "stat": lstat,
     "listing": listing,
     "read": read,
+    "fetch": fetch,
     "statvfs": statvfs,
 }

@@ -265,6 +265,10 @@ class PfsPool:
             offset, length = offset + count, length - count
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
+    async def fetch(self, path: bytes, offset: int, length: int, target: str, deadline_s: float) -> int:
+        """See ``Pfs``. The bytes do not pass through this process."""
+        return cast(int, await self._meta(Request("fetch", [path, offset, length, target], deadline_s)))
+
     async def statvfs(self, deadline_s: float) -> tuple[int, int, int, int, int]:
         """See ``Pfs``."""
         answer = cast("list[int]", await self._meta(Request("statvfs", [], deadline_s)))

@@ -23,6 +23,7 @@ from cachexfs.core import manifest as manifests
 from cachexfs.core import publication
 from cachexfs.core.digest import BLOCK_BYTES, block_count, block_digest, block_length, split_blocks, tree_digest
 from cachexfs.core.records import Copy, Generation, OpKind
+from cachexfs.engine.fill import Fills
 from cachexfs.engine.node import Node
 from cachexfs.engine.vnode import copy_bytes
 from cachexfs.errors import CacheXError, CorruptError, FsError, quoted
@@ -30,6 +31,7 @@ from cachexfs.errors import CacheXError, CorruptError, FsError, quoted
 log = logging.getLogger(__name__)
 
 CACHE_BLOCKS_MAX = 128
+BLOCKS_AT_ONCE = 8
 SOURCES_MAX = 10_000  # files whose reads are told apart; the oldest are forgotten
 PFS_DEADLINE_S = 15.0
 PEER_DEADLINE_S = 15.0
@@ -44,6 +46,7 @@ class Reader:
         self.node = node
         self._blocks: OrderedDict[BlockKey, bytes] = OrderedDict()
         self._fetching: dict[BlockKey, trio.Event] = {}
+        self.fills = Fills(node, self._copy_segment)
         self._digests: OrderedDict[tuple[str, int], list[bytes] | None] = OrderedDict()
         self.sources: dict[bytes, dict[str, int]] = defaultdict(lambda: defaultdict(int))
 
@@ -83,6 +86,9 @@ class Reader:
         length = min(length, content.size - offset)
         if length <= 0:
             return b""
+        found = await self.fills.read(fid, content, offset, length)
+        if found is not None:
+            return found
         first, last = offset // BLOCK_BYTES, (offset + length - 1) // BLOCK_BYTES
         parts = []
         for index in range(first, last + 1):
@@ -101,9 +107,45 @@ class Reader:
             finally:
                 os.close(source)
             return
-        for index in range(block_count(length)):
-            block = await self._block(fid, content, index)
-            os.pwrite(fd, block[: length - index * BLOCK_BYTES], index * BLOCK_BYTES)
+        await self._fetch_blocks(fid, content, fd, range(block_count(length)), length)
+
+    async def _fetch_blocks(self, fid: int, content: Generation, fd: int, blocks: range, end: int) -> None:
+        """Put blocks of a content, up to byte ``end`` of it, into an open file; some at a time."""
+        slots = trio.CapacityLimiter(BLOCKS_AT_ONCE)
+
+        async def one(index: int) -> None:
+            async with slots:
+                block, source = await self._fetch(fid, content, index)
+                os.pwrite(fd, block[: end - index * BLOCK_BYTES], index * BLOCK_BYTES)
+                self.count(fid, source, len(block))
+
+        try:
+            async with trio.open_nursery() as nursery:
+                for index in blocks:
+                    nursery.start_soon(one, index)
+        except BaseExceptionGroup as group:
+            raise _first(group) from None
+
+    async def _copy_segment(self, fid: int, content: Generation, fd: int, path: str, offset: int, length: int) -> None:
+        """Bring bytes of a content into a staging file (see ``Fills``): in a PFS child, or from a partner."""
+        blocks = range(offset // BLOCK_BYTES, block_count(offset + length))
+        if self._attempts(fid, content, blocks[0])[0][0] == "pfs" and await self._copy_from_pfs(
+            fid, content, path, offset, length
+        ):
+            digests = await self._block_digests(fid, content, None)
+            if digests is None or await trio.to_thread.run_sync(_match, fd, content.size, digests, blocks):
+                self.count(fid, "pfs", length)
+                return
+        await self._fetch_blocks(fid, content, fd, blocks, offset + length)
+
+    async def _copy_from_pfs(self, fid: int, content: Generation, path: str, offset: int, length: int) -> bool:
+        assert self.node.pfs is not None
+        for name in self.pfs_paths(fid):
+            try:
+                return await self.node.pfs.fetch(name, offset, length, path, PFS_DEADLINE_S) == length
+            except FileNotFoundError:
+                continue
+        return False
 
     async def _block(self, fid: int, content: Generation, index: int) -> bytes:
         key = (fid, content.gen, index)
@@ -264,6 +306,22 @@ class Reader:
         ctx = self.node.ctx()
         why = f"bad or missing copy: {'; '.join(reasons)}"
         await self.node.catalogue.mutate(lambda tx: publication.drop_copies(tx, ctx, fid, content.gen, bad, why))
+
+
+def _match(fd: int, size: int, digests: list[bytes], blocks: range) -> bool:
+    """Whether the blocks of a file of ``size`` bytes are what their digests say."""
+    return all(
+        block_digest(os.pread(fd, block_length(size, index), index * BLOCK_BYTES)) == digests[index] for index in blocks
+    )
+
+
+def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    """What failed first; a cancellation goes before all."""
+    cancelled = group.subgroup(trio.Cancelled)
+    found: BaseException = cancelled or group
+    while isinstance(found, BaseExceptionGroup):
+        found = found.exceptions[0]
+    return found
 
 
 async def _read_local(path: str | None, offset: int, length: int) -> bytes:

@@ -18,6 +18,7 @@ from cachexfs.core.records import AnyRecord, Generation, Inode, Op
 from cachexfs.core.replica import Tx
 from cachexfs.core.stages import parse_stage
 from cachexfs.engine.files import Files
+from cachexfs.engine.fill import Fills
 from cachexfs.engine.node import Node
 from cachexfs.engine.spill import Spiller
 from cachexfs.errors import CacheXError
@@ -33,6 +34,7 @@ class Keeper:
         self.files = files
         self._nursery: trio.Nursery | None = None
         self._freed = trio.Event()
+        self.fills: Fills | None = None
         self.spiller = Spiller(node, files)
         self.spiller.on_full = self._make_spill_room
         self.evicted_bytes = 0
@@ -111,6 +113,8 @@ class Keeper:
         staging = self.node.staging
         if staging.used_bytes + length <= staging.limit_bytes:
             return True
+        if self.fills is not None and self.fills.give_up(length):
+            return True
         for fid, stage in self._evictable():
             if staging.is_spilled(stage):
                 continue
@@ -153,7 +157,7 @@ class Keeper:
     def evictable_bytes(self) -> int:
         """Bytes of staging that a writer could get by eviction (files that are open now included)."""
         self._known_candidates()
-        return self._candidate_bytes
+        return self._candidate_bytes + (self.fills.bytes() if self.fills is not None else 0)
 
     def _evictable(self) -> Iterator[tuple[int, str]]:
         """(file id, stage) of what may go now, what landed first first. Looks no further than it is asked."""

@@ -200,6 +200,10 @@ class Pfs(Protocol):
         """Bytes of a file on the PFS."""
         ...
 
+    async def fetch(self, path: bytes, offset: int, length: int, target: str, deadline_s: float) -> int:
+        """Copy bytes of a file on the PFS to the same place of a local file; returns how many there were."""
+        ...
+
     async def statvfs(self, deadline_s: float) -> tuple[int, int, int, int, int]:
         """(block size, blocks, free blocks, files, free files)."""
         ...
