@@ -1,0 +1,85 @@
+"""Checks of the checks: each mutation undoes one fix in a copy of the package, and its scene must fail.
+
+Role: a program, run by hand: ``python tests/sim/mutate.py``. Prints each mutation whose scene passes all the same, or
+whose text is not in the code any more. Concurrency: none.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+#: Scene -> (file of the engine, what stands there, what stood there before the fix).
+MUTATIONS = {
+    "test_an_fsync_of_a_passed_file_without_bytes_leaves_nothing": (
+        "engine/drain.py",
+        "self.files.busy(vnode.fid) and not vnode.content.open",
+        "self.files.busy(vnode.fid)",
+    ),
+    "test_the_old_name_of_a_renamed_and_removed_file_does_not_come_back_with_a_power_cut": (
+        "engine/drain_names.py",
+        'await self._run("unlink", op.path)  # gone, and perhaps not synced',
+        "pass",
+    ),
+    "test_bytes_that_a_commit_file_waits_for_stay_when_the_last_close_comes_after_the_removal": (
+        "engine/files.py",
+        "self.on_orphan_closed(stage)",
+        "self.node.staging.remove(stage)",
+    ),
+    "test_what_a_passed_writer_changes_after_a_publication_outlives_the_daemon": (
+        "engine/recover.py",
+        "return stat.S_IMODE(os.stat(node.staging.path(stage)).st_mode) == PASSED_MODE",
+        "return False",
+    ),
+    "test_a_directory_is_looked_at_for_the_first_time_while_its_rename_lands": (
+        "engine/pfs_import.py",
+        "for path in paths:",
+        "for path in paths[:1]:",
+    ),
+    "test_what_was_fsynced_is_there_however_soon_its_lost_node_is_replaced": (
+        "engine/recover.py",
+        "if record.synced is not None and not node.staging.has(record.synced.stage):",
+        "if False:",
+    ),
+    "test_of_two_writers_one_wins_whole_and_the_other_is_told": (
+        "core/publication.py",
+        "before.gen != base_gen",
+        "False",
+    ),
+}
+
+
+def check(name: str, file: str, there: str, before: str) -> str:
+    """Why a mutation is not noticed; empty when it is."""
+    with tempfile.TemporaryDirectory() as directory:
+        shutil.copytree(ROOT / "cachexfs", Path(directory, "cachexfs"), ignore=shutil.ignore_patterns("__pycache__"))
+        path = Path(directory, "cachexfs", file)
+        text = path.read_text()
+        if there not in text:
+            return f"{file} has no {there!r}"
+        path.write_text(text.replace(there, before, 1))
+        scenes = [str(ROOT / "tests/sim" / found) for found in ("test_found.py", "test_found_nodes.py")]
+        options = ["-q", "-x", "-p", "no:cacheprovider", "-c", str(ROOT / "pyproject.toml"), "-k", name]
+        done = subprocess.run(
+            [sys.executable, "-m", "pytest", *options, *scenes],
+            env={**os.environ, "PYTHONPATH": directory}, capture_output=True, text=True, cwd=directory,
+        )  # fmt: skip
+    return "" if done.returncode == 1 else f"pytest ended with {done.returncode}: {done.stdout[-300:]}"
+
+
+def main() -> int:
+    bad = 0
+    for name, mutation in MUTATIONS.items():
+        why = check(name, *mutation)
+        bad += bool(why)
+        print(f"{name}: {why or 'noticed'}", flush=True)
+    return 1 if bad else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
