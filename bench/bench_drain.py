@@ -18,7 +18,9 @@ import json
 import math
 import os
 import shutil
+import signal
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Awaitable, Callable
@@ -188,6 +190,7 @@ def main() -> None:
     parser.add_argument("--mount", action="store_true", help="through a real mount of PFS_DIR")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # takes the mount down
     rows = measure_mount(arguments) if arguments.mount else trio.run(measure, arguments)
     if arguments.json:
         print(json.dumps(rows))

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -23,10 +24,15 @@ MAKE: dict[str, Callable[[Lab], Gluster | MooseFs]] = {
 
 def main() -> int:
     """Command line."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     lab = Lab()
     try:
         mount = str(MAKE[sys.argv[1]](lab).mounts[0])
-        return subprocess.run([word.replace("{}", mount) for word in sys.argv[2:]], check=False).returncode
+        with subprocess.Popen([word.replace("{}", mount) for word in sys.argv[2:]]) as process:
+            try:
+                return process.wait()
+            finally:
+                process.terminate()  # it takes down what it has made while the filesystem is there
     finally:
         lab.close()
 
