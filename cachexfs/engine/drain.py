@@ -96,6 +96,11 @@ class _OldestFirst:
             self._free += 1
 
 
+def _holds(record: AnyRecord) -> object:
+    """What decides whether a file's bytes are lost."""
+    return (record.gen, record.copies) if isinstance(record, Inode) else None
+
+
 class Drainer:
     """Carries out the pending operations that this node is responsible for."""
 
@@ -133,7 +138,7 @@ class Drainer:
                     self._consider(*(k for k, o in view.ops_of(new.fid) if o.kind == OpKind.PUT and k != key))
             elif isinstance(old, Op):
                 self._removed(key)
-            elif isinstance(new, Inode) and isinstance(old, Inode) and old.copies != new.copies:
+            elif isinstance(old, Inode) and (new is None or _holds(new) != _holds(old)):
                 self._consider(*self.waits.look(k for k, _ in view.ops_of(int(key[2:], 16))))
             elif isinstance(old or new, Life | NodeRecord):
                 self._consider(*self.waits.look([k for k, _, _ in view.ops()]))

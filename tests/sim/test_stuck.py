@@ -112,6 +112,18 @@ async def test_a_directory_with_a_withheld_commit_file_can_be_removed(scene: Sce
     assert scene.store.walk() == {}
 
 
+@scene()
+async def test_a_lost_file_that_is_removed_with_its_second_name_holds_nothing_up(scene: Scene) -> None:
+    await _lost(scene)
+    await scene.fs.link(await scene.ino(b"s/m"), await scene.ino(b"s"), b"hard")
+    await trio.sleep(60)
+    for name in (b"m", b"hard", b"n", b".metadata"):
+        await scene.unlink(b"s/" + name)
+    await scene.fs.rmdir(*await scene.place(b"s"))
+    await scene.drained()
+    assert scene.store.walk() == {}
+
+
 # ---- refused
 @scene()
 async def test_a_refused_removal_is_parked_and_others_go_on(scene: Scene) -> None:
