@@ -14,7 +14,7 @@ from cachexfs.core.commitfiles import step_of
 from cachexfs.core.formats import may_be_checkpoint
 from cachexfs.core.records import Inode, Op, OpKind
 from cachexfs.engine.completeness import Checkpoint, Completeness, Piece
-from cachexfs.engine.filesystem import Parts
+from cachexfs.engine.parts import Parts
 
 Answer = dict[str, Any]
 
@@ -34,7 +34,7 @@ def words_of(piece: Piece) -> str:
 
 
 def explain(
-    parts: Parts, completeness: Completeness, path: str, fid: int, inode: Inode, checkpoint: Checkpoint | None,
+    parts: Parts, path: str, fid: int, inode: Inode, checkpoint: Checkpoint | None,
     attributes: dict[str, str], cut: str = "",
 ) -> Answer:  # fmt: skip
     """The answer about one file or directory; ``cut``: why a single file is not whole by its own bytes."""
@@ -43,7 +43,7 @@ def explain(
     if cut:
         pieces.append(_piece(os.fsdecode(base), inode.origin, "restartable", cut, "save it again"))
     pieces += _pending(parts, base)
-    records = [(base, fid, inode)] if inode.kind == "f" else list(completeness.walk(fid))
+    records = [(base, fid, inode)] if inode.kind == "f" else list(parts.completeness.walk(fid))
     shown = {piece["path"] for piece in pieces if piece["boundary"] == "pfs"}
     prefix = base + b"/" if base and inode.kind == "d" else b""
     for name, child, record in records:

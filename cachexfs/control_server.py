@@ -20,8 +20,8 @@ from cachexfs import control_explain, control_recovery
 from cachexfs.core.boundary import Boundary
 from cachexfs.core.records import ROOT_FID, Inode, OpKind
 from cachexfs.engine.attributes import rfc3339
-from cachexfs.engine.completeness import Checkpoint, Completeness
-from cachexfs.engine.filesystem import Parts
+from cachexfs.engine.completeness import Checkpoint
+from cachexfs.engine.parts import Parts
 from cachexfs.engine.refresh import Refreshed, Refresher
 from cachexfs.errors import EXIT_CANNOT_TELL, EXIT_NO, EXIT_TIMEOUT, EXIT_USAGE, CacheXError, CannotTellError, FsError
 
@@ -47,10 +47,10 @@ def _text(path: bytes) -> str:
 class ControlServer:
     """Answers control requests about one mount."""
 
-    def __init__(self, parts: Parts, completeness: Completeness, facts: Answer) -> None:
+    def __init__(self, parts: Parts, facts: Answer) -> None:
         self.parts = parts
         self.node = parts.node
-        self.completeness = completeness
+        self.completeness = parts.completeness
         self.facts = facts  # what status shows and only the daemon knows
         self.started_s = time.time()
         self.stop_requested = trio.Event()
@@ -281,7 +281,7 @@ class ControlServer:
         attributes = await self.parts.attributes.of(fid)
         checkpoint = await self.completeness.checkpoint(fid, PATIENCE_S) if inode.kind == "d" else None
         cut = await self.completeness.cut(fid, os.fsencode(path).rpartition(b"/")[2]) if inode.kind == "f" else ""
-        answer = control_explain.explain(self.parts, self.completeness, path, fid, inode, checkpoint, attributes, cut)
+        answer = control_explain.explain(self.parts, path, fid, inode, checkpoint, attributes, cut)
         await send({"done": True, **answer})
 
     # ---- wait

@@ -48,22 +48,12 @@ from cachexfs.core.changes import NewAttrs
 from cachexfs.core.records import FID_STEP, FORMAT_VERSION, ROOT_FID, Job, Life
 from cachexfs.core.replica import Tx
 from cachexfs.engine import recover
-from cachexfs.engine.attributes import Attributes
-from cachexfs.engine.claims import Claims
-from cachexfs.engine.completeness import Completeness
-from cachexfs.engine.drain import Drainer
-from cachexfs.engine.files import Files
-from cachexfs.engine.filesystem import Filesystem, Parts
-from cachexfs.engine.hold import Keeper
+from cachexfs.engine.filesystem import Filesystem
 from cachexfs.engine.interfaces import Catalogue
-from cachexfs.engine.losses import Losses
 from cachexfs.engine.node import Node
-from cachexfs.engine.pfs_import import Importer
-from cachexfs.engine.recover import Takeover
-from cachexfs.engine.replicate import Replicator
+from cachexfs.engine.parts import Parts, assemble, load
 from cachexfs.engine.reserve import Reserve
 from cachexfs.engine.retention import Retention
-from cachexfs.engine.source import Source
 from cachexfs.errors import EXIT_CANNOT_TELL, EXIT_NOT_DURABLE, CacheXError, CannotTellError, PeerError, UsageError
 from cachexfs.forecast import Forecast
 from cachexfs.frontend.fuse import TASKS_MAX, Operations
@@ -140,18 +130,22 @@ class Daemon:
             store = await self._start_replicas(node)
             self._is_new = catalogue.view.inode(ROOT_FID) is None
             await self._register(node, catalogue)
-            parts, completeness, takeover = self._build(node, catalogue)
+            parts = self._build(node, catalogue)
             await self._start_peers(services, node, store)
             handles = self.supervisor.state.handles if self.supervisor is not None else ()
             open_files = {h.node // FID_STEP * FID_STEP: h.node for h in handles if not h.is_dir}
             await recover.adopt(node, parts.keeper, parts.files, open_files, self._set_aside())
-            parts.drainer.load()
-            parts.claims.load()
-            parts.losses.load()
+            load(parts)
             services.start_soon(parts.reader.fills.run)
-            for task in (parts.replicator.run, parts.drainer.run, parts.claims.run, parts.keeper.run, takeover.run):
+            for task in (
+                parts.replicator.run,
+                parts.drainer.run,
+                parts.claims.run,
+                parts.keeper.run,
+                parts.takeover.run,
+            ):
                 services.start_soon(task)
-            services.start_soon(completeness.run)
+            services.start_soon(parts.completeness.run)
             services.start_soon(parts.files.passing.watch)
             services.start_soon(self._forecast.run)
             services.start_soon(self._retention.run)
@@ -159,7 +153,7 @@ class Daemon:
             services.start_soon(recover.verify, node)
             services.start_soon(self._look_at_pfs, parts)
             services.start_soon(self._keep_clock, node)
-            await self._serve(services, parts, completeness)
+            await self._serve(services, parts)
             await self._depart(catalogue)
             services.cancel_scope.cancel()
         await self._end(catalogue)
@@ -260,34 +254,16 @@ class Daemon:
             f"generation, are in {self.staging.directory}/orphans; copy what you need, then remove that directory"
         )
 
-    def _build(self, node: Node, catalogue: Catalogue) -> tuple[Parts, Completeness, Takeover]:
-        source = Source(node)
-        files = Files(node, source)
-        replicator = Replicator(node, files, source)
-        drainer = Drainer(node, files, source)
-        keeper = Keeper(node, files)
-        completeness = Completeness(node, files, source, FormatChild())
-        claims = Claims(node, completeness, drainer)
-        keeper.on_pressure = claims.pressed
-        losses = Losses(node, completeness)
-        takeover = Takeover(node)
-        source.keeper, source.replicator = keeper, replicator
-        keeper.fills = source.fills
-        node.members = completeness.members_of
+    def _build(self, node: Node, catalogue: Catalogue) -> Parts:
+        """The engine, and what only this layer has for it."""
+        parts = assemble(node, FormatChild())
         node.orphans = self._orphans
-        drainer.on_landed = keeper.landed
-        files.on_released = drainer.released
-        files.on_orphan_closed = keeper.check
-        self._forecast = Forecast(node, completeness, self._records_path())
-        self._retention = Retention(node, keeper, completeness)
-        for part in (self._forecast, keeper, replicator, drainer, claims, losses, takeover, self._retention):
+        self._forecast = Forecast(node, parts.completeness, self._records_path())
+        self._retention = Retention(node, parts.keeper, parts.completeness)
+        for part in (self._forecast, self._retention):
             catalogue.listen(part.notice)
-        attributes = Attributes(node, files, completeness)
-        attributes.eta_s = self._forecast.eta_s
-        parts = Parts(
-            node, files, source, replicator, drainer, keeper, Importer(node, source), attributes, claims, losses
-        )
-        return parts, completeness, takeover
+        parts.attributes.eta_s = self._forecast.eta_s
+        return parts
 
     def _records_path(self) -> Path:
         """Where the boundary times of this mount are kept, for ``cachexfs fit``: beside its log."""
@@ -368,7 +344,7 @@ class Daemon:
             await trio.sleep(CLOCK_INTERVAL_S)
 
     # ---- serve
-    async def _serve(self, services: trio.Nursery, parts: Parts, completeness: Completeness) -> None:
+    async def _serve(self, services: trio.Nursery, parts: Parts) -> None:
         options = self.options
         facts: dict[str, Any] = {
             "mountpoint": options.mountpoint, "pfs": options.pfs,
@@ -377,7 +353,7 @@ class Daemon:
             "supervisor": "off" if self.supervisor is None else "on",
             "catalogue": "builtin" if options.alone else "etcd",
         }  # fmt: skip
-        control = ControlServer(parts, completeness, facts)
+        control = ControlServer(parts, facts)
         control.leaving = None if options.alone else lambda deadline_s: self._leave(parts.node, deadline_s)
         control.vouch = None if options.alone else lambda dead: self._vouch(parts.node, dead)
         filesystem = Filesystem(parts)

@@ -23,16 +23,8 @@ from cachexfs.core.changes import NewAttrs
 from cachexfs.core.order import parent_of
 from cachexfs.core.records import FID_STEP, Inode, OpKind
 from cachexfs.core.replica import Tx
-from cachexfs.engine.attributes import PREFIX, Attributes
-from cachexfs.engine.claims import Claims
-from cachexfs.engine.content import Reader
-from cachexfs.engine.drain import Drainer
-from cachexfs.engine.files import Files
-from cachexfs.engine.hold import Keeper
-from cachexfs.engine.losses import Losses
-from cachexfs.engine.node import Node
-from cachexfs.engine.pfs_import import Importer
-from cachexfs.engine.replicate import Replicator
+from cachexfs.engine.attributes import PREFIX
+from cachexfs.engine.parts import Parts
 from cachexfs.engine.vnode import WRITABLE, Handle, Vnode, attrs_of
 from cachexfs.errors import CacheXError, CatalogueUnavailableError, FsError, NotDurableError, quoted
 
@@ -60,22 +52,6 @@ class Attr:
     atime_ns: int
     mtime_ns: int
     ctime_ns: int
-
-
-@dataclass(frozen=True, slots=True)
-class Parts:
-    """The engine's parts that operations use."""
-
-    node: Node
-    files: Files
-    reader: Reader
-    replicator: Replicator
-    drainer: Drainer
-    keeper: Keeper
-    importer: Importer
-    attributes: Attributes
-    claims: Claims
-    losses: Losses
 
 
 class Filesystem:
@@ -376,7 +352,7 @@ class Filesystem:
 
         Without knowing, the commit file would have to leave the PFS to be safe, whatever the file is.
         """
-        view, completeness = self.node.catalogue.view, self.parts.attributes.completeness
+        view, completeness = self.node.catalogue.view, self.parts.completeness
         entry = view.lookup(parent, name)
         inode = view.inode(entry.fid) if entry is not None else None
         if inode is None or inode.kind != "f" or (inode.pfs is None and not view.ops_of(entry.fid if entry else 0)):

@@ -29,20 +29,11 @@ from cachexfs.core.records import FORMAT_VERSION, ROOT_FID, Job
 from cachexfs.core.records import Life as LifeRecord
 from cachexfs.core.replica import Tx
 from cachexfs.engine import recover
-from cachexfs.engine.attributes import Attributes
-from cachexfs.engine.claims import Claims
-from cachexfs.engine.completeness import Completeness
-from cachexfs.engine.drain import Drainer
 from cachexfs.engine.files import Files
-from cachexfs.engine.filesystem import Filesystem, Parts
-from cachexfs.engine.hold import Keeper
+from cachexfs.engine.filesystem import Filesystem
 from cachexfs.engine.interfaces import Peers
-from cachexfs.engine.losses import Losses
 from cachexfs.engine.node import Node
-from cachexfs.engine.pfs_import import Importer
-from cachexfs.engine.recover import Takeover
-from cachexfs.engine.replicate import Replicator
-from cachexfs.engine.source import Source
+from cachexfs.engine.parts import assemble, load
 from cachexfs.errors import FsError
 from cachexfs.glue import HeldReplicas
 
@@ -152,39 +143,8 @@ class Life:
         self.boot = f"{self.mount}.{rng.getrandbits(32):x}"
         self.dead = False
         self.nursery: trio.Nursery | None = None
-        self.parts, self.completeness, self._takeover = self._build()
+        self.parts = assemble(self.node)
         self.filesystem = SimFilesystem(self.parts)
-
-    def _build(self) -> tuple[Parts, Completeness, Takeover]:
-        node = self.node
-        source = Source(node)
-        files = Files(node, source)
-        replicator, drainer, keeper = Replicator(node, files, source), Drainer(node, files, source), Keeper(node, files)
-        completeness = Completeness(node, files, source)
-        claims = Claims(node, completeness, drainer)
-        keeper.on_pressure = claims.pressed
-        losses = Losses(node, completeness)
-        takeover = Takeover(node)
-        source.keeper, source.replicator = keeper, replicator
-        node.members = completeness.members_of
-        drainer.on_landed = keeper.landed
-        files.on_released = drainer.released
-        files.on_orphan_closed = keeper.check
-        for listener in (
-            keeper.notice,
-            replicator.notice,
-            drainer.notice,
-            claims.notice,
-            losses.notice,
-            takeover.notice,
-        ):
-            self.catalogue.listen(listener)
-        attributes = Attributes(node, files, completeness)
-        return (
-            Parts(node, files, source, replicator, drainer, keeper, Importer(node, source), attributes, claims, losses),
-            completeness,
-            takeover,
-        )
 
     async def run(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Adopt, then serve until killed."""
@@ -193,9 +153,7 @@ class Life:
                 self.nursery = nursery
                 await self._register()
                 await recover.adopt(self.node, self.parts.keeper, self.parts.files, self.open_files)
-                self.parts.drainer.load()
-                self.parts.claims.load()
-                self.parts.losses.load()
+                load(self.parts)
                 parts = self.parts
                 if self.store is not None:
                     nursery.start_soon(self.catalogue.watch, LifeRecord(self.node.name, self.boot))
@@ -204,7 +162,7 @@ class Life:
                     parts.drainer.run,
                     parts.claims.run,
                     parts.keeper.run,
-                    self._takeover.run,
+                    parts.takeover.run,
                 ):
                     nursery.start_soon(task)
                 if self.filesystem.kernel.passthrough:

@@ -1,0 +1,74 @@
+"""The engine's parts of one mount, and how they know each other.
+
+Role: built once per daemon by the layer above, which then loads, runs and ends them. Whatever one part tells another
+is connected here, and nowhere else. No concurrency: nothing here waits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from cachexfs.engine.attributes import Attributes
+from cachexfs.engine.claims import Claims
+from cachexfs.engine.completeness import Completeness
+from cachexfs.engine.content import Reader
+from cachexfs.engine.drain import Drainer
+from cachexfs.engine.files import Files
+from cachexfs.engine.hold import Keeper
+from cachexfs.engine.interfaces import FormatReader
+from cachexfs.engine.losses import Losses
+from cachexfs.engine.node import Node
+from cachexfs.engine.pfs_import import Importer
+from cachexfs.engine.recover import Takeover
+from cachexfs.engine.replicate import Replicator
+from cachexfs.engine.source import Source
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """The parts of one mount."""
+
+    node: Node
+    files: Files
+    reader: Reader
+    replicator: Replicator
+    drainer: Drainer
+    keeper: Keeper
+    importer: Importer
+    completeness: Completeness
+    attributes: Attributes
+    claims: Claims
+    losses: Losses
+    takeover: Takeover
+
+
+def assemble(node: Node, formats: FormatReader | None = None) -> Parts:
+    """The parts of ``node``, connected and listening to its catalogue.
+
+    ``formats`` reads large commit files elsewhere; None: they are read in this process.
+    """
+    source = Source(node)
+    files = Files(node, source)
+    replicator, drainer, keeper = Replicator(node, files, source), Drainer(node, files, source), Keeper(node, files)
+    completeness = Completeness(node, files, source, formats)
+    claims, losses, takeover = Claims(node, completeness, drainer), Losses(node, completeness), Takeover(node)
+    source.keeper, source.replicator = keeper, replicator
+    keeper.fills = source.fills
+    keeper.on_pressure = claims.pressed
+    node.members = completeness.members_of
+    drainer.on_landed = keeper.landed
+    files.on_released = drainer.released
+    files.on_orphan_closed = keeper.check
+    for part in (keeper, replicator, drainer, claims, losses, takeover):
+        node.catalogue.listen(part.notice)
+    return Parts(
+        node, files, source, replicator, drainer, keeper, Importer(node, source), completeness,
+        Attributes(node, files, completeness), claims, losses, takeover,
+    )  # fmt: skip
+
+
+def load(parts: Parts) -> None:
+    """Let them see what the catalogue holds of earlier daemons, once these have been adopted."""
+    parts.drainer.load()
+    parts.claims.load()
+    parts.losses.load()
