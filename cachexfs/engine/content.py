@@ -140,6 +140,8 @@ class Reader:
 
     async def _copy_from_pfs(self, fid: int, content: Generation, path: str, offset: int, length: int) -> bool:
         assert self.node.pfs is not None
+        if self.node.pfs.state != "ok":  # one wait for a hung PFS is enough: that of the block that the reader asks for
+            raise FsError(errno.EIO, f"the PFS is {self.node.pfs.state}")
         for name in self.pfs_paths(fid):
             try:
                 return await self.node.pfs.fetch(name, offset, length, path, PFS_DEADLINE_S) == length
