@@ -30,6 +30,8 @@ class Spare:
         """Make the directory, or take over what an earlier daemon left in it. Raises ``OSError``."""
         self._directory.mkdir(mode=0o700, exist_ok=True)
         for path in self._directory.iterdir():
+            if not path.name.isdecimal():
+                continue  # not ours
             self._number = max(self._number, int(path.name) + 1)
             self._add(path, path.stat().st_size)
 

@@ -68,6 +68,7 @@ class Staging:
         self._spare.open()
         for name in os.listdir(self._files):
             self.account(name, os.stat(self._files / name).st_blocks * 512)
+        self._spare.give(self.used_bytes + self._spare.bytes - self.limit_bytes)  # it may have been more before
         self._open_spill()
 
     def _open_spill(self) -> None:
