@@ -20,6 +20,7 @@ Answer = dict[str, Any]
 
 PIECES_MAX = 1000
 GOES_ON = "nothing: it goes on by itself"
+BRING_BACK = "bring the node or the PFS that has it back; else save the checkpoint again"
 KINDS = {"f": "file", "d": "directory", "l": "symbolic link"}
 
 
@@ -86,7 +87,7 @@ def fix_of(piece: Piece) -> str:
     if "being written" in reason or "not saved yet" in reason:
         return f"wait for the writer{f' on {piece.node}' if piece.node else ''}; if it has died, save again"
     if "no live copy" in reason:
-        return "bring the node or the PFS that has it back; else save the checkpoint again"
+        return BRING_BACK
     if "is newer than" in reason:
         commit = reason.rpartition("is newer than ")[2]
         return (
@@ -110,6 +111,8 @@ def _pending(parts: Parts, base: bytes) -> list[Answer]:
             continue
         reason = reason_of(parts, key, op)
         fix = "mend what the error says; it is tried again" if "next try" in reason else GOES_ON
+        if "no copy of its bytes is left" in reason:
+            fix = BRING_BACK
         found.append(_piece(os.fsdecode(op.path), op.owner, "pfs", reason, fix))
     return found
 

@@ -22,14 +22,13 @@ from cachexfs.core.records import ROOT_FID, Inode, OpKind
 from cachexfs.engine.attributes import rfc3339
 from cachexfs.engine.completeness import Checkpoint
 from cachexfs.engine.parts import Parts
-from cachexfs.engine.refresh import Refreshed, Refresher
+from cachexfs.engine.refresh import Refresher
 from cachexfs.errors import EXIT_CANNOT_TELL, EXIT_NO, EXIT_TIMEOUT, EXIT_USAGE, CacheXError, CannotTellError, FsError
 
 log = logging.getLogger(__name__)
 
 REQUEST_BYTES_MAX = 64 << 10
 POLL_S = 0.2
-PROGRESS_S = 2.0
 STALLED_S = 60.0
 HEARTBEAT_S = 2.0  # a client takes 10 s of silence for a daemon that hangs
 PATIENCE_S = 2.0  # for a commit file that is being read
@@ -57,6 +56,7 @@ class ControlServer:
         self.abandon = False
         self.leaving: Callable[[float | None], AsyncIterator[None]] | None = None
         self.vouch: control_recovery.Vouch | None = None
+        self.on_stale: Callable[[int, bytes], None] = lambda parent, name: None  # the kernel's entry is old
         self._rate = (self.started_s, 0, 0)
 
     async def serve(self, path: str, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
@@ -187,20 +187,8 @@ class ControlServer:
         """Look at the PFS again, at and below a path."""
         fid, _ = await self._resolve(request.get("path"))
         parts = self.parts
-        refresher = Refresher(self.node, parts.files, parts.reader, parts.importer, parts.drainer)
-        found: Refreshed | None = None
-
-        async def work() -> None:
-            nonlocal found
-            found = await refresher.refresh(fid, forget=bool(request.get("forget")))
-            nursery.cancel_scope.cancel()
-
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(work)
-            while True:
-                await trio.sleep(PROGRESS_S)
-                await send({"progress": {}})
-        assert found is not None
+        refresher = Refresher(self.node, parts.files, parts.reader, parts.importer, parts.drainer, self.on_stale)
+        found = await self._alive(send, lambda: refresher.refresh(fid, forget=bool(request.get("forget"))))
         lists = {name: getattr(found, name) for name in ("new", "changed", "missing", "forgotten", "busy")}
         await send({"done": True, **{name: [_text(path) for path in paths] for name, paths in lists.items()}})
 

@@ -360,6 +360,7 @@ class Daemon:
         operations = Operations(
             filesystem, timeout_s=ALONE_TIMEOUT_S if options.alone else 0.0, hide_xattrs=options.hide_xattrs
         )
+        control.on_stale = operations.forget_entry
         self._mount(operations)
         if self.supervisor is not None:
             operations.resume(self.supervisor)
@@ -435,13 +436,13 @@ class Daemon:
         except OSError as error:
             log.debug("read-ahead stays as it is: %s", error)
 
-    def _write_registry(self, path: Path, socket: str) -> None:
+    def _write_registry(self, path: Path, socket: str, *, mounted: bool = True) -> None:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._registry = path
         entry = {
             "mountpoint": self.options.mountpoint, "pfs": self.options.pfs, "node": self.options.node,
-            "job": self.options.job, "pid": os.getpid(), "device": _device(self.options.mountpoint), "socket": socket,
-            "log": self.options.log_file or "", "started_s": self.clock.now_s(),
+            "job": self.options.job, "pid": os.getpid(), "socket": socket, "log": self.options.log_file or "",
+            "device": _device(self.options.mountpoint) if mounted else "", "started_s": self.clock.now_s(),
         }  # fmt: skip
         temporary = path.with_suffix(".tmp")
         temporary.write_text(json.dumps(entry))
@@ -507,6 +508,12 @@ class Daemon:
     async def _drain_unmounted(self, parts: Parts, control: ControlServer) -> None:
         """umount(8) cannot drain: go on without the mount until everything is on the PFS, or somebody ends it."""
         control.facts["unmounted"] = True
+        if self._registry is not None and self._registry.exists():  # the kernel gives the device's number to others
+            self._write_registry(self._registry, str(self._registry.with_suffix(".sock")), mounted=False)
+        parts.node.errors["unmounted"] = (
+            "the mount was taken away without 'cachexfs umount': what is pending is still being copied to the PFS; "
+            "'cachexfs mount' with the same options goes on with it"
+        )
         if self.supervisor is not None:
             self.supervisor.draining()
         log.warning("unmounted from outside: draining %d operations before the end", len(parts.drainer.own_pending()))

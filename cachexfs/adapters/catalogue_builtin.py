@@ -27,6 +27,7 @@ import trio
 from cachexfs.adapters.journal_file import (
     JOURNAL_NAME,
     LOCK_NAME,
+    MENDED_NAME,
     changes_of,
     lock,
     sync_directory,
@@ -185,6 +186,7 @@ class BuiltinCatalogue:
             os.write(self._fd, journal.header())
             return journal.HEADER_BYTES
         if frames.good_length < size:
+            (self._path.parent / MENDED_NAME).touch()  # more than one record may be lost with the end
             os.ftruncate(self._fd, frames.good_length)
         return frames.good_length
 

@@ -27,7 +27,7 @@ SMALL_BYTES_MAX = 1 << 20
 
 
 class Entry(msgspec.Struct, frozen=True):
-    """What a daemon registers. ``device`` is "major:minor" of the mount, "" until it is mounted."""
+    """What a daemon registers. ``device`` is "major:minor" of the mount, "" once umount(8) has taken it away."""
 
     mountpoint: str
     pfs: str

@@ -151,6 +151,12 @@ def _collect(path: str | None) -> list[Report]:
             reports.append(_ask(entry_found, None))
         except CacheXError as error:
             reports.append(Report(mount.mountpoint, None, {}, str(error)))
+    for entry in entries:  # what umount(8) has taken away, while its daemon still drains
+        if not entry.device and mounts.is_alive(entry.pid):
+            try:
+                reports.append(_ask(entry, None))
+            except CacheXError as error:
+                reports.append(Report(entry.mountpoint, None, {}, str(error)))
     if not reports:
         raise CannotTellError("no CacheX FS mount on this node: 'cachexfs mount PFS_DIR MOUNTPOINT' makes one")
     return reports

@@ -430,13 +430,24 @@ class Filesystem:
             await self.files.publish(vnode, request)
 
     # ---- files
+    def _to_open(self, ino: int, inode: Inode | None) -> Vnode:
+        """The vnode to open. ESTALE for what has no name and no handle: the kernel remembers a name that is gone (it
+        was removed on another node, or forgotten by ``status --refresh``). It asks again then, and O_CREAT creates."""
+        try:
+            vnode = self.files.by_ino(ino)
+        except FsError as error:
+            raise FsError(errno.ESTALE, str(error)) from error
+        if inode is None and not vnode.handles:
+            raise FsError(errno.ESTALE, "the file has no name any more")
+        return vnode
+
     async def open(self, ino: int, flags: int) -> Handle:
         """Open a file; O_TRUNC empties it."""
         await self._current()
         inode = self.node.catalogue.view.inode(self._fid(ino))
         if inode is not None and inode.kind == "d":
             raise FsError(errno.EISDIR)
-        vnode = self.files.by_ino(ino)
+        vnode = self._to_open(ino, inode)
         if flags & WRITABLE:
             await self.files.passing.settle(vnode)
             await self.files.unshare(vnode)

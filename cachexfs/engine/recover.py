@@ -41,7 +41,7 @@ async def adopt(
 
     ``open_files`` (file id -> inode number) are those that applications still have open through a supervisor: they
     go on with their unpublished bytes. ``set_aside`` is given where the catalogue may have forgotten what it knew: what
-    has no name then is not superseded, and is kept.
+    has no name then is not superseded, and is kept. What is not here any more is not claimed any more.
     """
     for stage in sorted(node.staging.stages(), key=_age, reverse=True):
         if not node.staging.has(stage):
@@ -59,6 +59,7 @@ async def adopt(
             files.resume(fid, open_files[fid], stage, node.catalogue.view.generation(fid))
             continue
         await _adopt_one(node, keeper, stage, fid, gen, set_aside or node.staging.remove)
+    await _drop_absent(node)
     for key, entry in list(node.catalogue.view.items()):
         record = entry.record if key.startswith((b"g/", b"i/")) else None
         if isinstance(record, rec.Generation) and int(key[2:], 16) in open_files:
@@ -73,6 +74,26 @@ async def adopt(
             if record.synced is not None and not node.staging.has(record.synced.stage):
                 await _publish_synced(node, fid, record)  # this node's memory is gone, the partner's copy is not
             await node.catalogue.mutate(_clear_writing(fid, node.name))
+
+
+async def _drop_absent(node: Node) -> None:
+    """Copies that this node has by the catalogue, and that somebody has removed: no claim rests on them."""
+    view = node.catalogue.view
+    for fid, inode in list(view.inodes()):
+        claimed = {(c.node, c.store) for c in inode.copies if c.node == node.name}
+        content = view.generation(fid)
+        if not claimed or content is None or content.gen != inode.gen:
+            continue
+        gone = claimed - {(c.node, c.store) for c in node.own_copies(content.stage, content.size)}
+        why = f"the staged file on node {node.name} is gone"
+        if not gone:
+            continue
+        if node.on_pfs(fid, inode):  # the last thing of an eviction, which was not told any more
+            await node.catalogue.mutate(lambda tx: publication.forget_copies(tx, fid, gone))  # noqa: B023
+            continue
+        ctx = node.ctx()
+        await node.catalogue.mutate(lambda tx: publication.drop_copies(tx, ctx, fid, content.gen, gone, why))  # noqa: B023
+        log.error("%s: %s", content.stage, why)
 
 
 async def verify(node: Node) -> None:
@@ -160,7 +181,7 @@ async def _adopt_one(node: Node, keeper: Keeper, stage: str, fid: int, gen: int,
             await _publish(node, stage, fid, generation.gen, size)
             return
     if not keeper.referenced(stage):
-        remove(stage)
+        (remove if generation is None and size else node.staging.remove)(stage)
 
 
 async def _complete(node: Node, stage: str, fid: int, generation: rec.Generation) -> None:

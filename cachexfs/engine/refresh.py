@@ -11,6 +11,7 @@ that came between the listing and its effect; what changed is looked at again at
 from __future__ import annotations
 
 import errno
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import msgspec
@@ -44,9 +45,13 @@ class Refreshed:
 class Refresher:
     """Looks at the PFS again."""
 
-    def __init__(self, node: Node, files: Files, reader: Reader, importer: Importer, drainer: Drainer) -> None:
+    def __init__(
+        self, node: Node, files: Files, reader: Reader, importer: Importer, drainer: Drainer,
+        on_stale: Callable[[int, bytes], None] = lambda parent, name: None,
+    ) -> None:  # fmt: skip
+        """``on_stale`` is told of (directory, name) that the kernel may remember as it was."""
         self.node, self.files, self.reader = node, files, reader
-        self.importer, self.drainer = importer, drainer
+        self.importer, self.drainer, self.on_stale = importer, drainer, on_stale
 
     async def refresh(self, fid: int, *, forget: bool = False) -> Refreshed:
         """At and below a file or directory. Raises ``FsError`` EIO when the PFS cannot tell."""
@@ -139,6 +144,8 @@ class Refresher:
         new, changed, done = await self.node.catalogue.mutate(take)
         found.new += [prefix + name for name in new]
         found.changed += [prefix + name for name in changed]
+        for name in changed:
+            self.on_stale(parent, name)
         if not done:
             found.busy += [prefix + name for name, _ in rows]
 
@@ -199,7 +206,10 @@ class Refresher:
             _drop(tx, entry, inode)
             return True
 
-        return whole and await self.node.catalogue.mutate(forget)
+        forgotten = whole and await self.node.catalogue.mutate(forget)
+        if forgotten:
+            self.on_stale(parent, name)
+        return forgotten
 
 
 def _drop(tx: Tx, entry: Dirent, inode: Inode) -> None:

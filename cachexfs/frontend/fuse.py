@@ -164,6 +164,11 @@ class Operations(pyfuse3.Operations):  # type: ignore[misc]
     async def getattr(self, inode: int, ctx: pyfuse3.RequestContext) -> EntryAttributes:
         return self._entry(await self.filesystem.getattr(self._fid(inode)))
 
+    def forget_entry(self, parent: int, name: bytes) -> None:
+        """Have the kernel ask again for a name of a directory that it may remember."""
+        parent = pyfuse3.ROOT_INODE if parent == ROOT_FID else parent
+        pyfuse3.invalidate_entry_async(parent, name, ignore_enoent=True)
+
     async def forget(self, inode_list: Sequence[tuple[int, int]]) -> None:
         for ino, count in inode_list:
             self.files.forget(ino, count)

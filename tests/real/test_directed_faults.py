@@ -1,0 +1,120 @@
+"""Faults of which each was found by trying to make the mount lose bytes or claim too much."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from real_support import COMMIT, Template, pfs_away, until, until_stage
+
+from cachexfs.demo.cluster import LocalCluster
+from cachexfs.demo.control import xattr
+
+MakeCluster = Callable[..., LocalCluster]
+Templates = tuple[Template, Template]
+
+
+def pids_of(cluster: LocalCluster, module: str) -> list[int]:
+    """A node's processes that run a module of ours."""
+    return [pid for pid in cluster.processes(0) if module.encode() in Path(f"/proc/{pid}/cmdline").read_bytes()]
+
+
+def test_what_is_saved_under_a_forgotten_name_is_there(make_cluster: MakeCluster, templates: Templates) -> None:
+    """The kernel remembers a name that ``--refresh --forget`` took away: no byte may go to the file that it led to."""
+    cluster = make_cluster(1, {"fsync": "returned"})
+    mount = cluster.nodes[0].mountpoint
+    templates[0].save([mount], "step-1", sync=False)
+    until_stage(mount / "step-1", "pfs")
+    cluster.umount()
+    cluster.mount()
+    shard = templates[0].shards()[0]
+    assert (mount / "step-1" / shard).stat().st_size  # now the kernel knows it
+    (cluster.pfs / "step-1" / shard).unlink()
+    with (mount / "step-1" / COMMIT).open("rb"):
+        assert cluster.run(0, "status", "--refresh", "--forget", str(mount)).code == 0
+    templates[1].save([mount], "step-1", sync=False)
+    assert templates[1].same_as(mount / "step-1") == []
+    until_stage(mount / "step-1", "pfs")
+    assert templates[1].same_as(cluster.pfs / "step-1") == []
+
+
+def test_a_refresh_without_the_pfs_says_so(make_cluster: MakeCluster) -> None:
+    cluster = make_cluster(1)
+    mount = cluster.nodes[0].mountpoint
+    with pfs_away(cluster):
+        ended = cluster.run(0, "status", "--refresh", str(mount))
+    assert ended.code == 4
+    assert "the PFS cannot list" in ended.err
+
+
+def dead_with_a_staged_checkpoint(cluster: LocalCluster, template: Template) -> list[Path]:
+    """A checkpoint that is nowhere but in memory, its daemon dead; its staged shards."""
+    mount = cluster.nodes[0].mountpoint
+    with pfs_away(cluster):
+        template.save([mount], "step-1", sync=False)
+        cluster.kill(0)
+        cluster.detach(0)
+    sizes = set(template.sizes().values())
+    return [path for path in cluster.nodes[0].staging.rglob("files/*") if path.stat().st_size in sizes]
+
+
+def test_a_staged_file_that_was_removed_is_not_claimed(make_cluster: MakeCluster, templates: Templates) -> None:
+    cluster = make_cluster(1, {"fsync": "returned"})
+    staged = dead_with_a_staged_checkpoint(cluster, templates[0])
+    staged[0].unlink()
+    cluster.mount()
+    mount = cluster.nodes[0].mountpoint
+    assert xattr(mount / "step-1", "restartable") == "no"
+    assert cluster.run(0, "latest", str(mount)).code == 1
+    assert "save the checkpoint again" in cluster.run(0, "explain", str(mount / "step-1")).out
+
+
+def test_a_journal_that_lost_its_end_loses_no_content(make_cluster: MakeCluster, templates: Templates) -> None:
+    cluster = make_cluster(1, {"fsync": "returned"})
+    staged = {path.read_bytes() for path in dead_with_a_staged_checkpoint(cluster, templates[0])}
+    (journal,) = cluster.nodes[0].staging.rglob("catalogue.journal")
+    data = journal.read_bytes()
+    os.truncate(journal, data.index(templates[0].shards()[2].encode()) + 3)
+    cluster.mount()
+    mount = cluster.nodes[0].mountpoint
+    kept = {path.read_bytes() for path in mount.rglob("*") if path.is_file()}
+    kept |= {path.read_bytes() for path in journal.parent.glob("orphans/*")}
+    assert staged <= kept
+    status = cluster.run(0, "status", str(mount))
+    assert (status.code, "have lost their names" in status.out) == (3, True)
+
+
+def test_status_shows_what_a_detached_mount_still_drains(make_cluster: MakeCluster) -> None:
+    cluster = make_cluster(1, {"fsync": "returned", "supervisor": "on"})
+    mount = cluster.nodes[0].mountpoint
+    with pfs_away(cluster):
+        (mount / "f").write_bytes(b"data")
+        cluster.detach(0)
+        until("the daemon knows", lambda: "taken away" in cluster.run(0, "status").out)
+        status = cluster.run(0, "status")
+        assert (status.code, "pending 4 B" in status.out) == (3, True)
+    cluster.mount()
+    until_stage(mount / "f", "pfs")
+    assert cluster.run(0, "status").code == 0
+
+
+@pytest.mark.parametrize("modules", [("cachexfs.supervisor",), ("cachexfs.supervisor", "cachexfs.daemon")])
+def test_a_mount_without_its_supervisor_is_replaced(make_cluster: MakeCluster, modules: tuple[str, ...]) -> None:
+    cluster = make_cluster(1, {"fsync": "returned", "supervisor": "on"})
+    mount = cluster.nodes[0].mountpoint
+    with pfs_away(cluster):
+        (mount / "f").write_bytes(b"data")
+        for module in modules:
+            for pid in pids_of(cluster, module):
+                os.kill(pid, signal.SIGKILL)
+        until("the mount is dead", lambda: subprocess.run(["stat", "-f", mount], capture_output=True).returncode == 1)
+        if len(modules) == 1:
+            until("the daemon knows", lambda: "taken away" in cluster.run(0, "status").out)
+        cluster.mount()
+        assert (mount / "f").read_bytes() == b"data"
+    until_stage(mount / "f", "pfs")
+    cluster.umount()
