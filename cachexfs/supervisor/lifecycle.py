@@ -55,7 +55,8 @@ class Lifecycle:
     phase: Phase = Phase.BACKOFF
     life: int = 0
     restarts: int = 0
-    failures: int = 0
+    failures: int = 0  # in a row
+    deaths: int = 0  # in a row: failures, and what others killed before it had answered anything
     last_failure: str = ""
     has_served: bool = False
     is_stop_wanted: bool = False
@@ -69,12 +70,15 @@ class Lifecycle:
         if deadline is not None:
             self.deadlines["phase"] = deadline
 
-    def failed(self, why: str, *, had_progress: bool, now: float) -> Phase:
-        """A daemon has died unasked. BACKOFF (its deadline set), or FAILED after too many in a row.
+    def failed(self, why: str, *, had_progress: bool, now: float, was_killed: bool = False) -> Phase:
+        """A daemon has died unasked. BACKOFF (its deadline set), or FAILED after too many failures in a row.
 
-        A daemon that answered requests before it died does not count as one that cannot run.
+        A daemon that answered requests before it died does not count as one that cannot run; nor, once one has
+        served, does one that others killed (SIGKILL: an administrator, the kernel without memory).
         """
-        self.failures = 1 if had_progress else self.failures + 1
+        self.failures = 0 if had_progress else self.failures
+        self.failures += not (was_killed and self.has_served)
+        self.deaths = 0 if had_progress else self.deaths + 1
         self.last_failure = why
         limit = self.limits.restarts_max
         if self.failures > (limit if self.has_served else min(limit, self.limits.first_starts_max)):
@@ -84,7 +88,7 @@ class Lifecycle:
         if had_progress:
             delay = 0.0
         else:
-            delay = min(self.limits.backoff_s_first * 2 ** (self.failures - 1), self.limits.backoff_s_max)
+            delay = min(self.limits.backoff_s_first * 2 ** min(self.deaths - 1, 60), self.limits.backoff_s_max)
         self.enter(Phase.BACKOFF, now + delay)
         return Phase.BACKOFF
 

@@ -298,9 +298,10 @@ class Supervisor:
             life.restarts += 1
             if code != -signal.SIGKILL and not self._had_progress():
                 self._blame.daemon_ended()
-            self._failed(f"daemon {child.pid} ended with {_say_exit(code)}")
+            was_killed = code == -signal.SIGKILL and not self._kill_reason
+            self._failed(f"daemon {child.pid} ended with {_say_exit(code)}", was_killed=was_killed)
 
-    def _failed(self, why: str) -> None:
+    def _failed(self, why: str, *, was_killed: bool = False) -> None:
         life = self._life
         had_progress = self._had_progress()
         if self._kill_reason:
@@ -311,7 +312,7 @@ class Supervisor:
             self._swaps_refused += 1
             self._ahead.discard()
             self._use(self._program_before)
-        if life.failed(why, had_progress=had_progress, now=time.monotonic()) is Phase.FAILED:
+        if life.failed(why, had_progress=had_progress, now=time.monotonic(), was_killed=was_killed) is Phase.FAILED:
             log(f"giving up after {life.failures} failures in a row: every request gets EIO")
             self._pump.fail_everything()
             self._tell_ready(f"failed: {why}")
@@ -346,7 +347,7 @@ class Supervisor:
         program = self._program.run_by(interpreter) if interpreter else self._program
         now = time.monotonic()
         if life.phase is Phase.FAILED:
-            life.failures, life.exit_code = 0, 0
+            life.failures = life.deaths = life.exit_code = 0
             self._use(program)
             self._pump.serve_again()
             self._start()

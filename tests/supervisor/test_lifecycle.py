@@ -317,6 +317,31 @@ def test_a_daemon_that_answers_between_its_deaths_is_never_given_up() -> None:
         assert life.deadlines["phase"] == 7.0
 
 
+def test_a_daemon_that_others_kill_is_never_given_up_once_one_has_served() -> None:
+    life = Lifecycle(Limits(restarts_max=3, first_starts_max=1, backoff_s_first=1.0, backoff_s_max=3.0))
+    assert life.failed("SIGKILL", had_progress=False, now=100.0, was_killed=True) is Phase.BACKOFF
+    assert life.failed("SIGKILL", had_progress=False, now=100.0, was_killed=True) is Phase.FAILED
+    life = Lifecycle(Limits(restarts_max=3, backoff_s_first=1.0, backoff_s_max=3.0), has_served=True)
+    for _ in range(2000):
+        assert life.failed("SIGKILL", had_progress=False, now=100.0, was_killed=True) is Phase.BACKOFF
+    assert life.deadlines["phase"] == 103.0
+    for _ in range(3):
+        assert life.failed("exit code 1", had_progress=False, now=100.0) is Phase.BACKOFF
+    assert life.failed("exit code 1", had_progress=False, now=100.0) is Phase.FAILED
+
+
+def test_daemons_that_are_killed_before_they_serve_are_not_given_up(mount: Mount) -> None:
+    """A loop of kill -9 that is faster than a start."""
+    mount.up("--max-restarts", "1")
+    (mount.point / "f").write_bytes(b"kept")
+    for life in range(1, 6):
+        wait_until(lambda life=life: mount.status()["life"] == life and mount.daemon_pid() != 0, "the next daemon")  # type: ignore[misc]
+        mount.kill_daemon()
+    assert (mount.point / "f").read_bytes() == b"kept"
+    assert mount.status()["failures_in_a_row"] == 0
+    assert mount.umount() == 0
+
+
 @pytest.mark.parametrize("how", ["drained", "stopped", "killed"])
 def test_a_daemon_drains_without_its_mount_for_as_long_as_it_takes(mount: Mount, how: str) -> None:
     mount.up("--exit-timeout", "0.2", drain="1")
