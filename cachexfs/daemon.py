@@ -15,16 +15,15 @@ import logging
 import os
 import signal
 import sys
-from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import msgspec
-import pyfuse3
 import trio
 
-from cachexfs import config, tmpfs
+from cachexfs import fuse_mount, tmpfs
 from cachexfs.adapters.catalogue_builtin import BuiltinCatalogue
 from cachexfs.adapters.catalogue_etcd import EtcdCatalogue
 from cachexfs.adapters.clock import ReferenceClock
@@ -32,48 +31,39 @@ from cachexfs.adapters.etcd_server import EtcdServer
 from cachexfs.adapters.file_digest import digest_file
 from cachexfs.adapters.format_child import FormatChild
 from cachexfs.adapters.journal_file import MENDED_NAME
-from cachexfs.adapters.peer_client import PeerClients
-from cachexfs.adapters.peer_server import PeerServer
 from cachexfs.adapters.pfs_pool import PfsPool
 from cachexfs.adapters.replica_copy import write_synced
 from cachexfs.adapters.replica_store import ReplicaStore
 from cachexfs.adapters.staging import Staging
-from cachexfs.catalogues import etcd_nodes, read_secret, start_catalogue
+from cachexfs.catalogues import etcd_nodes, start_catalogue
 from cachexfs.config import PFS_ID, MountOptions
 from cachexfs.control_server import ControlServer
-from cachexfs.core import manifest as manifests
 from cachexfs.core import namespace
 from cachexfs.core import records as rec
 from cachexfs.core.changes import NewAttrs
 from cachexfs.core.records import FID_STEP, FORMAT_VERSION, ROOT_FID, Job, Life
 from cachexfs.core.replica import Tx
 from cachexfs.engine import recover
-from cachexfs.engine.filesystem import Filesystem
 from cachexfs.engine.interfaces import Catalogue
 from cachexfs.engine.node import Node
 from cachexfs.engine.parts import Parts, assemble, load
 from cachexfs.engine.reserve import Reserve
 from cachexfs.engine.retention import Retention
-from cachexfs.errors import EXIT_CANNOT_TELL, EXIT_NOT_DURABLE, CacheXError, CannotTellError, PeerError, UsageError
+from cachexfs.errors import EXIT_CANNOT_TELL, CacheXError, CannotTellError, UsageError
 from cachexfs.forecast import Forecast
-from cachexfs.frontend.fuse import TASKS_MAX, Operations
 from cachexfs.glue import HeldReplicas
 from cachexfs.mountpoint import unprotect
+from cachexfs.peering import keep_clock, start_peers
+from cachexfs.registration import Registration
+from cachexfs.serving import Serving
 from cachexfs.supervisor.client import Supervisor
-from cachexfs.supervisor.messages import Event
-from cachexfs.supervisor.status import ask as ask_supervisor
 from cachexfs.survive import go_on_without
 
 log = logging.getLogger("cachexfs.daemon")
 
 PFS_PROBE_S = 20.0
 FIRST_LOOK_S = 3.0
-READ_AHEAD_KIB = 1024
-READ_AHEAD_DELAY_S = 1.0
-CLOCK_INTERVAL_S = 30.0
-MODE_POLL_S = 0.1
 DEPART_S = 5.0
-ALONE_TIMEOUT_S = 60.0  # kernel caching of names and attributes where nobody else can change them
 
 
 class Daemon:
@@ -86,15 +76,11 @@ class Daemon:
         self.staging = Staging(tmpfs.prepare(options), options.memory, options.spill_directory)
         self.supervisor = Supervisor.from_environ()
         self.etcd: EtcdServer | None = None
-        self._registry: Path | None = None
-        self._manifests: OrderedDict[str, bytes] = OrderedDict()
-        self._retired = False
         self._needed_by: list[str] = []  # nodes that were still there when this one left
-        self._serving = False
+        self._has_answered = False
         self._is_new = False  # the catalogue, when this daemon came
-        self._control: ControlServer | None = None
-        self._services = trio.CancelScope()
-        self.exit_code = 0
+        self._registration = Registration(options)
+        self.serving = Serving(options, self.supervisor, self._registration, self.clock.now_s, self._answers)
 
     # ---- start
     async def run(self) -> int:
@@ -104,9 +90,13 @@ class Daemon:
         try:
             return await self._run()
         except BaseException:
-            if fresh and not self._serving:
+            if fresh and not self._has_answered:
                 self._undo_start()
             raise
+
+    def _answers(self) -> None:
+        self._has_answered = True
+        self._answer.tell({"ok": True})
 
     def _has_member(self, server: EtcdServer) -> None:
         self.etcd = server
@@ -121,9 +111,8 @@ class Daemon:
 
     async def _run(self) -> int:
         async with trio.open_nursery() as services:
-            self._services = services.cancel_scope
             if self.supervisor is not None:
-                services.start_soon(self._follow, self.supervisor)
+                services.start_soon(self.serving.follow, self.supervisor)
             catalogue = await start_catalogue(self.options, self.staging.directory, services, self._has_member)
             node = Node(self.options, self.options.node, catalogue, self.staging, self.clock, digest_file)
             await self._start_pfs(services, node)
@@ -131,33 +120,40 @@ class Daemon:
             self._is_new = catalogue.view.inode(ROOT_FID) is None
             await self._register(node, catalogue)
             parts = self._build(node, catalogue)
-            await self._start_peers(services, node, store)
+            if store is not None:
+                await start_peers(services, node, self.staging, store, self.clock)
             handles = self.supervisor.state.handles if self.supervisor is not None else ()
             open_files = {h.node // FID_STEP * FID_STEP: h.node for h in handles if not h.is_dir}
             await recover.adopt(node, parts.keeper, parts.files, open_files, self._set_aside())
             load(parts)
-            services.start_soon(parts.reader.fills.run)
-            for task in (
-                parts.replicator.run,
-                parts.drainer.run,
-                parts.claims.run,
-                parts.keeper.run,
-                parts.takeover.run,
-            ):
+            for task in self._tasks(node, parts):
                 services.start_soon(task)
-            services.start_soon(parts.completeness.run)
-            services.start_soon(parts.files.passing.watch)
-            services.start_soon(self._forecast.run)
-            services.start_soon(self._retention.run)
-            services.start_soon(Reserve(node).run)
-            services.start_soon(recover.verify, node)
-            services.start_soon(self._look_at_pfs, parts)
-            services.start_soon(self._keep_clock, node)
-            await self._serve(services, parts)
+            await self.serving.serve(services, parts, self._control(parts))
             await self._depart(catalogue)
             services.cancel_scope.cancel()
         await self._end(catalogue)
-        return self.exit_code
+        return self.serving.exit_code
+
+    def _tasks(self, node: Node, parts: Parts) -> list[Callable[[], Awaitable[None]]]:
+        """What goes on for as long as the daemon lives, also after the unmount."""
+        return [
+            parts.reader.fills.run, parts.replicator.run, parts.drainer.run, parts.claims.run, parts.keeper.run,
+            parts.takeover.run, parts.completeness.run, parts.files.passing.watch, self._forecast.run,
+            self._retention.run, Reserve(node).run, partial(recover.verify, node), partial(self._look_at_pfs, parts),
+            partial(keep_clock, node, self.clock),
+        ]  # fmt: skip
+
+    def _control(self, parts: Parts) -> ControlServer:
+        options = self.options
+        facts: dict[str, Any] = {
+            "mountpoint": options.mountpoint, "pfs": options.pfs,
+            "supervisor": "off" if self.supervisor is None else "on",
+            "catalogue": "builtin" if options.alone else "etcd",
+        }  # fmt: skip
+        control = ControlServer(parts, facts)
+        control.leaving = None if options.alone else lambda deadline_s: self._leave(parts.node, deadline_s)
+        control.vouch = None if options.alone else lambda dead: self._vouch(parts.node, dead)
+        return control
 
     async def _start_pfs(self, services: trio.Nursery, node: Node) -> None:
         if self.options.offline:
@@ -258,283 +254,12 @@ class Daemon:
         """The engine, and what only this layer has for it."""
         parts = assemble(node, FormatChild())
         node.orphans = self._orphans
-        self._forecast = Forecast(node, parts.completeness, self._records_path())
+        self._forecast = Forecast(node, parts.completeness, self._registration.records)
         self._retention = Retention(node, parts.keeper, parts.completeness)
         for part in (self._forecast, self._retention):
             catalogue.listen(part.notice)
         parts.attributes.eta_s = self._forecast.eta_s
         return parts
-
-    def _records_path(self) -> Path:
-        """Where the boundary times of this mount are kept, for ``cachexfs fit``: beside its log."""
-        base = Path(self.options.runtime_dir or config.default_runtime_dir())
-        return base / f"{config.mount_id(self.options.mountpoint, self.options.node)}.records"
-
-    async def _start_peers(self, services: trio.Nursery, node: Node, store: ReplicaStore | None) -> None:
-        options = self.options
-        if store is None:
-            return
-        addresses = {n.name: (n.host, n.port) for n in options.nodes}
-
-        def resolve(name: str) -> tuple[str, int]:
-            if name not in addresses:
-                raise PeerError(f"{name} is not a node of this job")
-            return addresses[name]
-
-        secret = read_secret(options)
-        server = PeerServer(
-            node=options.node, job=options.job, secret=secret, store=store, is_member=lambda name: name in addresses,
-            open_copy=self._open_memory, memory_manifest=lambda stage: self._memory_manifest(node, stage),
-            now_s=self.clock.now_s,
-        )  # fmt: skip
-        host, port = (
-            options.listen_host or addresses[options.node][0],
-            options.listen_port or addresses[options.node][1],
-        )
-        try:
-            await services.start(server.serve, host, port)
-        except OSError as error:
-            raise UsageError(
-                f"cannot listen on {host}:{port}: {error.strerror}; choose another with -o listen="
-            ) from error
-        node.peers = PeerClients(node=options.node, job=options.job, secret=secret, resolve=resolve)
-
-    def _open_memory(self, stage: str) -> tuple[int, int] | None:
-        if not self.staging.has(stage):
-            return None
-        fd = self.staging.open_file(stage)
-        return fd, os.fstat(fd).st_size
-
-    def _memory_manifest(self, node: Node, stage: str) -> bytes | None:
-        """Manifest of a staged content, computed at the first question and kept."""
-        if not self.staging.has(stage):
-            return None
-        fid = int(stage.partition(".")[0], 16)
-        content, inode = node.catalogue.view.generation(fid), node.catalogue.view.inode(fid)
-        if content is None or inode is None or content.stage != stage:
-            return None
-        key = f"{stage}-{content.size}"
-        if key not in self._manifests:
-            fd = self.staging.open_file(stage)
-            try:
-                digests = digest_file(fd, content.size)
-            finally:
-                os.close(fd)
-            manifest = manifests.Manifest(
-                fid=fid, path=b"", stage=stage, size=content.size, digest=digests[0], tree=digests[1],
-                blocks=b"".join(digests[2]), mode=inode.mode, uid=inode.uid, gid=inode.gid, mtime_ns=inode.mtime_ns,
-                atime_ns=inode.atime_ns, gen=content.gen, origin=content.origin, revision=0, published=True,
-            )  # fmt: skip
-            self._manifests[key] = manifests.encode(manifest)
-            while len(self._manifests) > 1024:
-                self._manifests.popitem(last=False)
-        return self._manifests[key]
-
-    async def _keep_clock(self, node: Node) -> None:
-        """Keep the offset to the reference node's clock."""
-        while True:
-            job = node.catalogue.view.job
-            if job is not None and node.peers is not None and job.clock_node != node.name:
-                try:
-                    with trio.fail_after(5):
-                        theirs_s = await node.peers.ping(job.clock_node)
-                        self.clock.offset_s += theirs_s - self.clock.now_s()
-                except (CacheXError, OSError, trio.TooSlowError) as error:
-                    log.debug("the reference clock of %s does not answer: %s", job.clock_node, error)
-            await trio.sleep(CLOCK_INTERVAL_S)
-
-    # ---- serve
-    async def _serve(self, services: trio.Nursery, parts: Parts) -> None:
-        options = self.options
-        facts: dict[str, Any] = {
-            "mountpoint": options.mountpoint, "pfs": options.pfs,
-            "kernel": "passthrough" if self._passes else "handler",
-            "kernel_reason": "" if self._passes else self._why_handler(),
-            "supervisor": "off" if self.supervisor is None else "on",
-            "catalogue": "builtin" if options.alone else "etcd",
-        }  # fmt: skip
-        control = ControlServer(parts, facts)
-        control.leaving = None if options.alone else lambda deadline_s: self._leave(parts.node, deadline_s)
-        control.vouch = None if options.alone else lambda dead: self._vouch(parts.node, dead)
-        filesystem = Filesystem(parts)
-        operations = Operations(
-            filesystem, timeout_s=ALONE_TIMEOUT_S if options.alone else 0.0, hide_xattrs=options.hide_xattrs
-        )
-        control.on_stale = operations.forget_entry
-        self._mount(operations)
-        if self.supervisor is not None:
-            operations.resume(self.supervisor)
-        registry = Path(options.runtime_dir or config.default_runtime_dir())
-        name = config.mount_id(options.mountpoint, options.node)
-        socket = str(registry / f"{name}.sock")
-        await services.start(control.serve, socket)
-        self._write_registry(registry / f"{name}.json", socket)
-        services.start_soon(self._watch_signals, control)
-        services.start_soon(self._say_ready)
-        services.start_soon(self._read_ahead)
-        services.start_soon(self._stop_when_asked, control)
-        if self.supervisor is not None:
-            services.start_soon(self._learn_mode, self.supervisor, facts, str(registry / f"{name}.supervisor"))
-        self._control = control
-        await pyfuse3.main(min_tasks=2, max_tasks=TASKS_MAX)
-        pyfuse3.close(unmount=self.supervisor is None)
-        if self._retired:
-            return
-        if not control.stop_requested.is_set():
-            await operations.end()
-            await self._drain_unmounted(parts, control)
-
-    @property
-    def _passes(self) -> bool:
-        """Whether the kernel may read and write staged files itself."""
-        return self.supervisor is not None and self.supervisor.passthrough
-
-    def _why_handler(self) -> str:
-        if self.supervisor is None:
-            why = self.options.unsupervised_why or "nobody holds the privilege that passthrough needs"
-            return f"supervisor=off: {why}"
-        return "passthrough=off" if self.options.passthrough == "off" else "the supervisor has not said why yet"
-
-    def _mount(self, operations: Operations) -> None:
-        options = self.options
-        fuse_options = set(pyfuse3.default_options) | {f"fsname={_fsname(options.pfs)}", "subtype=cachexfs"}
-        fuse_options.discard("nonempty")
-        if options.allow_other:
-            fuse_options.add("allow_other")
-        fuse_options.add("default_permissions")
-        try:
-            where = self.supervisor.fuse_path if self.supervisor is not None else options.mountpoint
-            pyfuse3.init(operations, where, fuse_options)
-        except RuntimeError as error:
-            raise CannotTellError(
-                f"FUSE did not mount {options.mountpoint}: {error}; see {options.log_file or 'the messages above'}"
-            ) from error
-
-    async def _learn_mode(self, supervisor: Supervisor, facts: dict[str, Any], socket: str) -> None:
-        """Whether the kernel serves staged files itself, and why not: settled once it has the answer to INIT."""
-        while True:
-            await trio.sleep(MODE_POLL_S)
-            try:
-                said = await trio.to_thread.run_sync(ask_supervisor, socket, "status", abandon_on_cancel=True)
-            except (OSError, ValueError) as error:
-                log.debug("the supervisor does not say how the mount works: %s", error)
-                return
-            if said.get("phase") == "serving":
-                break
-        why = str(said.get("passthrough_reason") or "")
-        supervisor.passthrough = supervisor.passthrough and not why
-        facts["kernel"], facts["kernel_reason"] = ("handler", why) if why else ("passthrough", "")
-
-    async def _read_ahead(self) -> None:
-        """Let the kernel read ahead in requests as large as FUSE has them (as root; else it stays at 128 KiB).
-
-        The kernel sets its own value when it gets the answer to INIT, which nothing here can see.
-        """
-        await trio.sleep(READ_AHEAD_DELAY_S)
-        try:
-            Path(f"/sys/class/bdi/{_device(self.options.mountpoint)}/read_ahead_kb").write_text(str(READ_AHEAD_KIB))
-        except OSError as error:
-            log.debug("read-ahead stays as it is: %s", error)
-
-    def _write_registry(self, path: Path, socket: str, *, mounted: bool = True) -> None:
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self._registry = path
-        entry = {
-            "mountpoint": self.options.mountpoint, "pfs": self.options.pfs, "node": self.options.node,
-            "job": self.options.job, "pid": os.getpid(), "socket": socket, "log": self.options.log_file or "",
-            "device": _device(self.options.mountpoint) if mounted else "", "started_s": self.clock.now_s(),
-        }  # fmt: skip
-        temporary = path.with_suffix(".tmp")
-        temporary.write_text(json.dumps(entry))
-        temporary.replace(path)
-
-    async def _say_ready(self) -> None:
-        if self.supervisor is not None:
-            self.supervisor.ready()
-        self._serving = True
-        self._answer.tell({"ok": True})
-        log.info("mounted %s on %s", self.options.pfs, self.options.mountpoint)
-
-    async def _watch_signals(self, control: ControlServer) -> None:
-        with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT, signal.SIGHUP) as signals:
-            async for number in signals:
-                await self._stop(control, f"signal {number}")
-
-    async def _stop(self, control: ControlServer, who: str) -> None:
-        """End without waiting for the drain: what is not on the PFS stays in staging, and the exit code says so."""
-        log.warning("%s ends the mount; what is not on the PFS yet stays in staging", who)
-        failed = await control.parts.files.publish_all()
-        for text in failed:
-            log.error("not published: %s", text)
-        if failed or control.parts.drainer.own_pending():
-            control.facts["left"] = 1
-        control.stop_requested.set()
-
-    async def _stop_when_asked(self, control: ControlServer) -> None:
-        await control.stop_requested.wait()
-        if control.facts.get("left") or control.abandon:
-            self.exit_code = EXIT_NOT_DURABLE
-        await trio.sleep(0.05)  # the answer to ``umount`` leaves first
-        if self.supervisor is not None:
-            self.supervisor.stopping(self.exit_code)  # it unmounts, then tells us the end
-        else:
-            pyfuse3.terminate()
-
-    async def _follow(self, supervisor: Supervisor) -> None:
-        """Do what the supervisor says; before the mount answers, any word ends the start."""
-        while True:
-            await trio.lowlevel.wait_readable(supervisor.events_fd)
-            event = supervisor.next_event()
-            if event is None:
-                continue
-            if self._control is None:
-                raise CannotTellError("stopped while it was starting")
-            if event is Event.STOP:
-                await self._stop(self._control, "the supervisor")
-                continue
-            if event is Event.RETIRE:
-                log.info("another daemon takes over")
-                self._retired = True
-            pyfuse3.terminate()
-            break
-        while not self._retired:  # END; a STOP after it ends the drain too
-            await trio.lowlevel.wait_readable(supervisor.events_fd)
-            event = supervisor.next_event()
-            if event is Event.STOP:
-                self._control.stop_requested.set()
-            if event in (Event.STOP, Event.END):
-                return
-
-    async def _drain_unmounted(self, parts: Parts, control: ControlServer) -> None:
-        """umount(8) cannot drain: go on without the mount until everything is on the PFS, or somebody ends it."""
-        control.facts["unmounted"] = True
-        if self._registry is not None and self._registry.exists():  # the kernel gives the device's number to others
-            self._write_registry(self._registry, str(self._registry.with_suffix(".sock")), mounted=False)
-        parts.node.errors["unmounted"] = (
-            "the mount was taken away without 'cachexfs umount': what is pending is still being copied to the PFS; "
-            "'cachexfs mount' with the same options goes on with it"
-        )
-        if self.supervisor is not None:
-            self.supervisor.draining()
-        log.warning("unmounted from outside: draining %d operations before the end", len(parts.drainer.own_pending()))
-        failed = await parts.files.publish_all()
-        if failed:
-            self.exit_code = EXIT_NOT_DURABLE
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(self._cancel_when_stopped, control, nursery.cancel_scope)
-            while parts.drainer.in_progress():
-                await parts.drainer.changed()
-            nursery.cancel_scope.cancel()
-        if (
-            left := parts.drainer.own_pending()
-        ):  # perhaps held for a commit file that nobody can write any more, or lost
-            log.error("%d operations are not done; 'cachexfs recover' says what they are", len(left))
-            self.exit_code = EXIT_NOT_DURABLE
-
-    @staticmethod
-    async def _cancel_when_stopped(control: ControlServer, scope: trio.CancelScope) -> None:
-        await control.stop_requested.wait()
-        scope.cancel()
 
     async def _vouch(self, node: Node, dead: list[str]) -> tuple[bool, str]:
         """Somebody vouches that these nodes will not come back."""
@@ -559,28 +284,26 @@ class Daemon:
     # ---- end
     async def _depart(self, catalogue: Catalogue) -> None:
         """Leave the catalogue at once, and keep its member until the others have left too."""
-        if self._retired or not isinstance(catalogue, EtcdCatalogue):
+        if self.serving.retired or not isinstance(catalogue, EtcdCatalogue):
             return
         with trio.move_on_after(DEPART_S):
             try:
                 await catalogue.leave()
             except CacheXError as error:
                 log.warning("left without a word to the catalogue: %s", error)
-            while catalogue.view.lives and self.exit_code == 0:  # noqa: ASYNC110
+            while catalogue.view.lives and self.serving.exit_code == 0:  # noqa: ASYNC110
                 await trio.sleep(0.05)
         self._needed_by = sorted(catalogue.view.lives)
 
     async def _end(self, catalogue: Catalogue) -> None:
         """After the unmount: with nothing left, the fast tiers are given back; else they are kept for recovery."""
         self.staging.close()
-        if self._retired:
+        if self.serving.retired:
             return
-        if not _device(self.options.mountpoint):
+        if not fuse_mount.device(self.options.mountpoint):
             unprotect(self.options.mountpoint)
-        clean = self.exit_code == 0 and not self.staging.orphans()
-        if self._registry is not None:
-            self._registry.unlink(missing_ok=True)
-            self._registry.with_suffix(".sock").unlink(missing_ok=True)
+        clean = self.serving.exit_code == 0 and not self.staging.orphans()
+        self._registration.remove()
         if not clean:
             log.error("the end, with data that is not on the PFS: mount again with the same options to go on")
             return
@@ -611,21 +334,6 @@ def _remove_tree(directory: Path) -> None:
         directory.rmdir()
     except OSError:
         return  # a mount point, or shared with others
-
-
-def _fsname(pfs: str) -> str:
-    return pfs.replace("\\", "_").replace(",", "_")
-
-
-def _device(mountpoint: str) -> str:
-    """major:minor of a mount, read from the kernel's table without touching the mount."""
-    found = ""
-    with open("/proc/self/mountinfo", "rb") as table:
-        for line in table:
-            fields = line.split(b" ")
-            if fields[4].decode("unicode_escape").encode("latin-1") == os.fsencode(mountpoint):
-                found = fields[2].decode()
-    return found
 
 
 class Answer:

@@ -29,6 +29,7 @@ from cachexfs.errors import (
     TimedOutError,
     UsageError,
 )
+from cachexfs.registration import Entry
 
 ANSWER_TIMEOUT_S = 10.0
 RESTART_TIMEOUT_S = 10.0  # for a supervisor to start the next daemon
@@ -54,12 +55,12 @@ _BY_EXIT: Mapping[int, type[CacheXError]] = {
 }
 
 
-def _silent(entry: mounts.Entry, what: str) -> CannotTellError:
+def _silent(entry: Entry, what: str) -> CannotTellError:
     log = f"; its log is {entry.log}" if entry.log else ""
     return CannotTellError(f"the daemon of {entry.mountpoint} (pid {entry.pid}) {what}{log}")
 
 
-def _lines(connection: socket.socket, entry: mounts.Entry, silence_s: float) -> Iterator[bytes]:
+def _lines(connection: socket.socket, entry: Entry, silence_s: float) -> Iterator[bytes]:
     """Lines from the daemon; each may take ``silence_s``."""
     buffer = bytearray()
     deadline_s = time.monotonic() + silence_s
@@ -87,7 +88,7 @@ def _no_progress(_: Progress) -> None:
 
 
 def ask_raw(
-    entry: mounts.Entry,
+    entry: Entry,
     request: Mapping[str, object],
     on_progress: Callable[[Progress], None] = _no_progress,
     silence_s: float = ANSWER_TIMEOUT_S,
@@ -120,7 +121,7 @@ def ask_raw(
     raise _silent(entry, "ended before it answered")
 
 
-def _connect(entry: mounts.Entry, silence_s: float) -> socket.socket:
+def _connect(entry: Entry, silence_s: float) -> socket.socket:
     """A connection to the daemon; while a supervisor starts the next one, wait for that."""
     deadline_s = time.monotonic() + RESTART_TIMEOUT_S
     while True:
@@ -130,7 +131,7 @@ def _connect(entry: mounts.Entry, silence_s: float) -> socket.socket:
             connection.connect(entry.socket)
         except (ConnectionRefusedError, FileNotFoundError):
             connection.close()
-            if time.monotonic() > deadline_s or not _is_supervised(entry):
+            if time.monotonic() > deadline_s or not is_supervised(entry):
                 raise dead(entry.mountpoint, entry) from None
             time.sleep(RETRY_S)
         except OSError as error:
@@ -140,12 +141,12 @@ def _connect(entry: mounts.Entry, silence_s: float) -> socket.socket:
             return connection
 
 
-def supervisor_socket(entry: mounts.Entry) -> str:
+def supervisor_socket(entry: Entry) -> str:
     """Where the supervisor of a mount listens, if it has one: beside its daemon."""
     return entry.socket.removesuffix(".sock") + ".supervisor"
 
 
-def _is_supervised(entry: mounts.Entry) -> bool:
+def is_supervised(entry: Entry) -> bool:
     """Whether a supervisor of the mount is alive."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         probe.settimeout(1.0)
@@ -161,7 +162,7 @@ def _convert(line: bytes, kind: type[T]) -> T:
     return msgspec.convert(json.loads(line), kind)
 
 
-def decode(entry: mounts.Entry, line: bytes, kind: type[T]) -> T:
+def decode(entry: Entry, line: bytes, kind: type[T]) -> T:
     """The typed answer of a last line."""
     try:
         return _convert(line, kind)
@@ -170,7 +171,7 @@ def decode(entry: mounts.Entry, line: bytes, kind: type[T]) -> T:
 
 
 def ask(
-    entry: mounts.Entry,
+    entry: Entry,
     request: Mapping[str, object],
     kind: type[T],
     on_progress: Callable[[Progress], None] = _no_progress,
@@ -184,7 +185,7 @@ class DeadDaemonError(CannotTellError):
     """A mount is there and its daemon is not."""
 
 
-def dead(mountpoint: str, entry: mounts.Entry | None) -> DeadDaemonError:
+def dead(mountpoint: str, entry: Entry | None) -> DeadDaemonError:
     """The error for a mount whose daemon is gone (``entry``: what it had registered) or not registered at all."""
     if entry is None:
         return DeadDaemonError(
@@ -198,7 +199,7 @@ def dead(mountpoint: str, entry: mounts.Entry | None) -> DeadDaemonError:
     )
 
 
-def locate(path: str) -> tuple[mounts.Entry, str]:
+def locate(path: str) -> tuple[Entry, str]:
     """(daemon, path relative to its mount) of a path inside a mount. Raises ``CannotTellError`` otherwise."""
     found = mounts.find(path)
     if found is None:

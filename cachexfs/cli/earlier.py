@@ -7,7 +7,6 @@ had not brought to the PFS stays in staging, which the new daemon adopts. No con
 from __future__ import annotations
 
 import json
-import os
 import time
 
 from cachexfs.cli import client, mounts
@@ -15,7 +14,7 @@ from cachexfs.cli.output import write_error
 from cachexfs.cli.protocol import Unmounted
 from cachexfs.config import MountOptions
 from cachexfs.errors import CannotTellError, UsageError
-from cachexfs.supervisor import status as supervisor
+from cachexfs.registration import Entry
 from cachexfs.tmpfs import is_in_use
 
 END_TIMEOUT_S = 30.0
@@ -55,20 +54,9 @@ def end_earlier(options: MountOptions) -> None:
     _await_end(entry)
 
 
-def _await_end(entry: mounts.Entry) -> None:
+def _await_end(entry: Entry) -> None:
     deadline_s = time.monotonic() + END_TIMEOUT_S
-    while mounts.is_alive(entry.pid) or _is_supervised(entry):
+    while mounts.is_alive(entry.pid) or client.is_supervised(entry):
         if time.monotonic() > deadline_s:
             raise CannotTellError(f"process {entry.pid}, which drains the earlier mount, does not end: kill it")
         time.sleep(POLL_S)
-
-
-def _is_supervised(entry: mounts.Entry) -> bool:
-    socket = client.supervisor_socket(entry)
-    if not os.path.exists(socket):
-        return False
-    try:
-        supervisor.ask(socket, "status")
-    except OSError:
-        return False
-    return True

@@ -18,27 +18,13 @@ import msgspec
 
 from cachexfs.config import RUNTIME_DIR_ROOT, default_runtime_dir
 from cachexfs.errors import CannotTellError
+from cachexfs.registration import Entry
 
 FUSE_TYPE = "fuse.cachex"
 MOUNTINFO = "/proc/self/mountinfo"
 _ESCAPE = re.compile(rb"\\([0-7]{3})")
 SYMLINKS_MAX = 40
 SMALL_BYTES_MAX = 1 << 20
-
-
-class Entry(msgspec.Struct, frozen=True):
-    """What a daemon registers. ``device`` is "major:minor" of the mount, "" once umount(8) has taken it away."""
-
-    mountpoint: str
-    pfs: str
-    node: str
-    job: str
-    pid: int
-    device: str
-    socket: str
-    log: str
-    started_s: float = 0.0
-    owner: int = 0  # of the directory that it was found in, whatever the file says
 
 
 @dataclass(frozen=True, slots=True)

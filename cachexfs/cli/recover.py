@@ -24,6 +24,7 @@ from cachexfs.cli.progress import bar
 from cachexfs.cli.protocol import Pong, Progress, Vouched
 from cachexfs.errors import EXIT_DONE, EXIT_NOT_DURABLE, CacheXError, CannotTellError, UsageError
 from cachexfs.recovery.report import HeldStore, Line, Listing, Mended, Request, Result
+from cachexfs.registration import Entry
 
 NVME_VARIABLE = "CACHEXFS_NVME"
 #: The child tells of every piece that it reads or writes; so long a silence means that the PFS hangs.
@@ -92,7 +93,7 @@ def _refuse_live(pfs_dir: str, job: str | None) -> None:
             )
 
 
-def _lives(entry: mounts.Entry) -> bool:
+def _lives(entry: Entry) -> bool:
     """Whether a daemon answers; one that is there and does not answer may still be draining."""
     try:
         client.ask(entry, {"op": "ping"}, Pong, silence_s=PING_SILENCE_S)

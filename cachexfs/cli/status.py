@@ -24,6 +24,7 @@ from cachexfs.errors import (
     CannotTellError,
     UsageError,
 )
+from cachexfs.registration import Entry
 
 CLEAR_SCREEN = "\x1b[H\x1b[2J"
 LIST_MAX = 20
@@ -162,7 +163,7 @@ def _collect(path: str | None) -> list[Report]:
     return reports
 
 
-def _ask(entry: mounts.Entry, relative: str | None) -> Report:
+def _ask(entry: Entry, relative: str | None) -> Report:
     line = client.ask_raw(entry, {"op": "status", "path": relative})
     raw = json.loads(line)
     raw.pop("done", None)

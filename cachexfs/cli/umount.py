@@ -16,6 +16,7 @@ from cachexfs.cli.protocol import Unmounted
 from cachexfs.config import mount_id
 from cachexfs.errors import EXIT_CANNOT_TELL, EXIT_DONE, EXIT_NOT_DURABLE, CannotTellError, UsageError
 from cachexfs.mountpoint import unprotect
+from cachexfs.registration import Entry
 
 GONE_TIMEOUT_S = 30.0
 POLL_S = 0.05
@@ -70,7 +71,7 @@ def command(mountpoint: str, timeout_s: float | None, abandon: bool, as_json: bo
     return EXIT_NOT_DURABLE
 
 
-def _take_away(mount: mounts.KernelMount, entry: mounts.Entry | None) -> None:
+def _take_away(mount: mounts.KernelMount, entry: Entry | None) -> None:
     detach(mount.mountpoint)
     unprotect(mount.mountpoint)
     if entry is None:
@@ -81,7 +82,7 @@ def _take_away(mount: mounts.KernelMount, entry: mounts.Entry | None) -> None:
             os.unlink(name)
 
 
-def _await_gone(mount: mounts.KernelMount, entry: mounts.Entry) -> None:
+def _await_gone(mount: mounts.KernelMount, entry: Entry) -> None:
     deadline_s = time.monotonic() + GONE_TIMEOUT_S
     while time.monotonic() < deadline_s:
         # The kernel gives the device's number to the next mount, of anybody.

@@ -16,6 +16,7 @@ import msgspec
 
 from cachexfs.cli import client, mounts
 from cachexfs.errors import CannotTellError
+from cachexfs.registration import Entry
 
 PREFIX = "user.cachex."
 
@@ -36,7 +37,7 @@ class Sources(msgspec.Struct, frozen=True):
 S = TypeVar("S", bound=msgspec.Struct)
 
 
-def registered(runtime: Path) -> mounts.Entry | None:
+def registered(runtime: Path) -> Entry | None:
     """The newest mount that a runtime directory names, or None."""
     return next(iter(mounts.registry(str(runtime))), None)
 
