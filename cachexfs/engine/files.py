@@ -29,7 +29,7 @@ from cachexfs.core.publication import Content
 from cachexfs.core.records import FID_STEP, Copy, Generation, Inode
 from cachexfs.engine.interfaces import ContentSource
 from cachexfs.engine.node import Node
-from cachexfs.engine.passing import Passing, look
+from cachexfs.engine.passing import Passing, mark
 from cachexfs.engine.vnode import UNWRITABLE, Handle, Vnode, copy_bytes
 from cachexfs.errors import CacheXError, FsError, quoted
 
@@ -265,7 +265,7 @@ class Files:
             return None
         vnode.stage = self.source.new_stage(vnode.fid, vnode.content.gen + 1)
         vnode.fd = staging.create(vnode.stage)
-        vnode.seen = look(vnode.fd)
+        vnode.seen = mark(vnode.fd)
         return vnode.fd
 
     async def unshare(self, vnode: Vnode) -> None:
@@ -308,11 +308,22 @@ class Files:
         return vnode is not None and (vnode.passed > 0 or (vnode.content.open and vnode.writers > 0))
 
     async def _complete(self, vnode: Vnode) -> None:
-        """The last passed writer is gone: the published bytes are final, their digests can be told."""
+        """The last passed writer is gone: the published bytes are final, their digests can be told.
+
+        Where they were told before, one writer may have been in the middle of a write when another one closed: its
+        bytes may have come after the look at them, and its stamp before.
+        """
         content = vnode.content
-        if vnode.dirty or vnode.removed or content.tree or not content.size or vnode.fd < 0:
+        if vnode.dirty or vnode.removed or not content.size or vnode.fd < 0:
+            return
+        if content.tree and content.size > DIGEST_AT_ONCE_BYTES_MAX:
             return
         digest, tree, _ = await self._digests_of(vnode.fd, content.size)
+        if content.tree:
+            if tree != content.tree and vnode.content is content:
+                vnode.version += 1
+                await self.publish(vnode)
+            return
         await self.node.catalogue.mutate(lambda tx: publication.complete(tx, vnode.fid, content, digest, tree))
         generation = self.node.catalogue.view.generation(vnode.fid)
         if generation is not None and generation.gen == content.gen:
@@ -372,7 +383,7 @@ class Files:
         vnode.mtime_ns = self.node.clock.now_ns()
         self.node.staging.recount(vnode.stage, vnode.fd)
         if vnode.passed:
-            vnode.seen = look(vnode.fd)
+            vnode.seen = mark(vnode.fd)
         if not vnode.removed:
             self.source.grown(vnode)
 

@@ -30,6 +30,17 @@ def look(fd: int) -> tuple[int, int]:
     return found.st_size, found.st_mtime_ns
 
 
+def mark(fd: int) -> tuple[int, int]:
+    """``look``, and make sure that every later write shows: the kernel's stamps are coarse, two writes within some
+    milliseconds get the same one. So the file is given a stamp that no write gives it."""
+    size, stamp_ns = look(fd)
+    try:
+        os.utime(fd, ns=(stamp_ns, stamp_ns - 1))
+    except PermissionError:  # a file without a name may have become somebody else's
+        return size, stamp_ns
+    return size, stamp_ns - 1
+
+
 class Passing:
     """The files of this mount that the kernel may be changing."""
 
@@ -47,7 +58,7 @@ class Passing:
         vnode.backed += 1
         if handle.writable:
             if not vnode.passed and not vnode.dirty:
-                vnode.seen = look(vnode.fd)
+                vnode.seen = mark(vnode.fd)
             handle.passed = True
             vnode.passed += 1
             if not vnode.removed:
@@ -85,7 +96,7 @@ class Passing:
             return
         seen = look(vnode.fd)
         if seen != vnode.seen:
-            vnode.seen = seen
+            vnode.seen = mark(vnode.fd)
             inode = self.node.catalogue.view.inode(vnode.fid)
             shown_ns = vnode.mtime_ns if vnode.dirty or inode is None else inode.mtime_ns
             vnode.version += 1
