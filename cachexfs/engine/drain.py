@@ -369,7 +369,7 @@ class Drainer:
         """Bytes of a file in progress, with a recovery record, fsynced on the PFS under a hidden name."""
         busy = vnode.fd >= 0 and self.files.busy(vnode.fid) and not vnode.content.open
         if vnode.dirty or busy:  # its drain waits for the writer's close
-            _, size, digests = await self.files.snapshot(vnode)
+            _, size, digests = await self.files.publishing.snapshot(vnode)
             inode = self.node.catalogue.view.inode(vnode.fid)
             if inode is None:
                 return
@@ -377,7 +377,7 @@ class Drainer:
             op = Op(OpKind.PUT, path, self.node.name, vnode.fid, vnode.content.gen + 1, size=size, stage=vnode.stage)
             async with self._copy_slots.slot((0, b"")):  # somebody waits for it
                 await self.ready.prepare(op, inode, digests[1])
-            again = await self.files.snapshot(vnode)
+            again = await self.files.publishing.snapshot(vnode)
             if again[1] == size and again[2][1] == digests[1]:
                 self.ready.fsynced(op, digests[1])
             return

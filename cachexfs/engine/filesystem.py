@@ -279,7 +279,7 @@ class Filesystem:
         """A file without opening it, a FIFO, a socket or a device node."""
         if kind == "f":
             handle, found = await self.create(parent, name, attrs, os.O_WRONLY | os.O_EXCL, request)
-            await self.files.flush(handle)
+            await self.files.publishing.flush(handle)
             await self.files.release(handle)
             return found
         return await self._make(
@@ -423,11 +423,11 @@ class Filesystem:
         if inode is not None and inode.kind != "f":
             raise FsError(errno.EISDIR if inode.kind == "d" else errno.EINVAL)
         vnode = handle.vnode if handle is not None else self.files.by_ino(ino)
-        await self.files.truncate(vnode, size)
+        await self.files.writing.truncate(vnode, size)
         if handle is not None:
             handle.wrote = handle.wrote or vnode.dirty
         elif vnode.dirty and vnode.writers == 0:
-            await self.files.publish(vnode, request)
+            await self.files.publishing.publish(vnode, request)
 
     # ---- files
     def _to_open(self, ino: int, inode: Inode | None) -> Vnode:
@@ -450,14 +450,14 @@ class Filesystem:
         vnode = self._to_open(ino, inode)
         if flags & WRITABLE:
             await self.files.passing.settle(vnode)
-            await self.files.unshare(vnode)
+            await self.files.writing.unshare(vnode)
         if inode is not None and vnode is self.files.known(vnode.fid):
             vnode = self.files.vnode(vnode.fid)
         self.files.passing.refresh(vnode)
         handle = self.files.open(vnode, flags)
         if flags & os.O_TRUNC and handle.writable and vnode.size:
             try:
-                await self.files.truncate(vnode, 0)
+                await self.files.writing.truncate(vnode, 0)
             except BaseException:
                 await self.files.release(handle)
                 raise
@@ -470,7 +470,7 @@ class Filesystem:
 
     async def write(self, handle: Handle, offset: int, data: bytes) -> int:
         """Write to an open file. The set-id bits fall unless its opener may keep them."""
-        done = await self.files.write(handle, offset, data)
+        done = await self.files.writing.write(handle, offset, data)
         if handle.drops_set_id:
             await self.drop_set_id(handle.vnode.fid)
         return done
@@ -493,7 +493,7 @@ class Filesystem:
             for parent, name in self.node.catalogue.view.names_of(handle.vnode.fid)[:1]:
                 await self._know_members(parent, name)
         try:
-            await self.files.flush(handle)
+            await self.files.publishing.flush(handle)
         except CatalogueUnavailableError as error:
             raise FsError(errno.EIO, str(error)) from error
 

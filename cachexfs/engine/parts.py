@@ -57,7 +57,7 @@ def assemble(node: Node, formats: FormatReader | None = None) -> Parts:
     keeper.on_pressure = claims.pressed
     node.members = completeness.members_of
     drainer.on_landed = keeper.landed
-    files.on_released = drainer.released
+    files.publishing.on_released = drainer.released
     files.on_orphan_closed = keeper.check
     for part in (keeper, replicator, drainer, claims, losses, takeover):
         node.catalogue.listen(part.notice)

@@ -21,10 +21,11 @@ from cachexfs.core.publication import Content
 from cachexfs.core.records import AnyRecord, Copy, Inode, Life
 from cachexfs.core.replica import Tx
 from cachexfs.core.stages import parse_stage
-from cachexfs.engine.files import Files, file_bytes_max
+from cachexfs.engine.files import Files
 from cachexfs.engine.hold import Keeper
 from cachexfs.engine.node import Node
 from cachexfs.engine.vnode import PASSED_MODE, PLAIN_MODE
+from cachexfs.engine.writing import file_bytes_max
 from cachexfs.errors import CacheXError
 
 log = logging.getLogger(__name__)

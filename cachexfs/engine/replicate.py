@@ -283,7 +283,7 @@ class Replicator:
         if len(partners) < self.node.replica_count or not partners:
             raise NotDurableError("no live partner")
         base_gen = vnode.content.gen
-        version, size, digests = await self.files.snapshot(vnode)
+        version, size, digests = await self.files.publishing.snapshot(vnode)
         if vnode.synced is not None and (vnode.synced.version, vnode.synced.size) == (version, size):
             return
         inode = self.node.catalogue.view.inode(vnode.fid)

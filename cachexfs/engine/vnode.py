@@ -1,6 +1,6 @@
 """One file in this node's hands: its vnode, its handles, and copying between staging files.
 
-Role: data that ``Files`` and ``Passing`` work on.
+Role: data that ``Files``, ``Writing``, ``Publishing`` and ``Passing`` work on.
 
 Concurrency: handlers of one file run interleaved; ``change_lock`` covers the exchange of a staging file,
 ``publish_lock`` makes publications of a file happen one after the other.
@@ -78,6 +78,25 @@ class Vnode:
     def size(self) -> int:
         """Length as this node's applications see it, in bytes."""
         return os.fstat(self.fd).st_size if self.dirty else self.content.size
+
+    def close_stage(self) -> None:
+        """Let go of the staging file."""
+        if self.fd >= 0:
+            os.close(self.fd)
+        self.fd, self.stage, self.sealed = -1, "", 0
+
+    def rest(self) -> None:
+        """If nobody has the file open, give its descriptor back: the kernel remembers far more files than we may open.
+
+        What comes next opens the staged file again.
+        """
+        if self.handles or self.dirty or self.removed or self.backed:
+            return
+        if any(lock is not None and lock.locked() for lock in (self._change_lock, self._publish_lock)):
+            return
+        if self.stage and self.stage == self.content.stage:
+            self.close_stage()
+            self._change_lock = self._publish_lock = self.closing = self.digested = self.synced = None
 
 
 @dataclass(eq=False, slots=True)

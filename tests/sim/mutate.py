@@ -27,7 +27,7 @@ MUTATIONS = {
         "return size, stamp_ns",
     ),
     "test_a_write_that_was_under_way_while_another_writer_closed_is_published": (
-        "engine/files.py",
+        "engine/publishing.py",
         "if tree != content.tree and",
         "if False and",
     ),

@@ -12,12 +12,12 @@ if "cachexfs.daemon" in sys.orig_argv and "DYING" in os.environ:
     import time
     from pathlib import Path
 
-    from cachexfs.engine.files import Files
     from cachexfs.engine.filesystem import Filesystem
+    from cachexfs.engine.publishing import Publishing
     from cachexfs.frontend.fuse import Operations
 
     ORDERS = Path(os.environ["DYING"])
-    _mutate, _publish, _resume = Filesystem._mutate, Files.publish, Operations.resume
+    _mutate, _publish, _resume = Filesystem._mutate, Publishing.publish, Operations.resume
 
     def _obey() -> None:
         try:
@@ -42,4 +42,4 @@ if "cachexfs.daemon" in sys.orig_argv and "DYING" in os.environ:
             time.sleep(0.005)
         _resume(self, supervisor)
 
-    Filesystem._mutate, Files.publish, Operations.resume = mutate, publish, resume
+    Filesystem._mutate, Publishing.publish, Operations.resume = mutate, publish, resume

@@ -1,0 +1,171 @@
+"""Publishing: a file's bytes, so far private to this node, become the generation that all nodes see.
+
+Role: used by ``Files`` (last close), ``Filesystem`` (close, truncation) and those who replicate or drain what is not
+published yet (``snapshot``).
+
+Concurrency: ``publish_lock`` makes publications of a file happen one after the other. A write may overlap: the
+publication covers what was written before it began.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+from cachexfs.core import namespace, publication
+from cachexfs.core.commitfiles import is_pointer_name, pointer_target
+from cachexfs.core.order import parent_of
+from cachexfs.core.publication import Content
+from cachexfs.core.records import Copy, Generation
+from cachexfs.engine.interfaces import ContentSource
+from cachexfs.engine.node import Node
+from cachexfs.engine.passing import Passing
+from cachexfs.engine.vnode import Handle, Vnode
+from cachexfs.engine.writing import check_size
+
+POINTER_BYTES_MAX = 4096
+DIGEST_AT_ONCE_BYTES_MAX = 1 << 20  # hashing so little costs less than telling the digest later
+Digests = tuple[bytes, bytes, list[bytes]]
+
+
+class Publishing:
+    """The publications of this mount. ``on_released(fid)``: a file's drain may have become possible."""
+
+    def __init__(self, node: Node, source: ContentSource, passing: Passing) -> None:
+        self.node = node
+        self.source = source
+        self.passing = passing
+        self.on_released: Callable[[int], None] = lambda fid: None
+
+    async def flush(self, handle: Handle) -> None:
+        """FLUSH: publish this handle's writes, and a created file that stayed empty."""
+        vnode = handle.vnode
+        self.passing.refresh(vnode)
+        if handle.passed:
+            vnode.closing = {handle, *(vnode.closing or ())}
+        if vnode.dirty and (handle.wrote or handle.passed):
+            await self.publish(vnode)
+        elif vnode.content.open and (handle.writable or not vnode.writers) and not vnode.dirty and not vnode.removed:
+            ctx = self.node.ctx()
+            await self.node.catalogue.mutate(lambda tx: publication.close_created(tx, ctx, vnode.fid))
+            generation = self.node.catalogue.view.generation(vnode.fid)
+            vnode.content = generation if generation is not None else vnode.content
+            self.on_released(vnode.fid)
+
+    async def publish(self, vnode: Vnode, request: int | None = None) -> None:
+        """Make what was written before this call visible everywhere (FLUSH). Raises ``FsError`` (EIO, ENOSPC).
+
+        ``request``: what is published is all that this request asked for (``Requests``).
+        """
+        async with vnode.publish_lock:
+            await self._publish(vnode, request)
+        vnode.rest()
+
+    async def _publish(self, vnode: Vnode, request: int | None) -> None:
+        self.passing.refresh(vnode)
+        if not vnode.dirty:
+            return
+        if vnode.removed or self.node.catalogue.view.inode(vnode.fid) is None:
+            self._abandon(vnode)
+            return
+        if self.node.staging.is_spilled(vnode.stage):
+            async with vnode.change_lock:  # a write may be under way
+                pass
+        version, size = vnode.version, os.fstat(vnode.fd).st_size
+        check_size(self.node, size)  # the kernel may have grown a passed file
+        stage = vnode.stage
+        vnode.sealed = max(vnode.sealed, size)
+        late = vnode.passed and size > DIGEST_AT_ONCE_BYTES_MAX
+        if late and (vnode.digested is None or vnode.digested[:2] != (version, size)):
+            digest = tree = b""  # told once the last writer is gone: hashing would take half the time of writing
+        else:
+            digest, tree, _ = await self._digests(vnode, version, size)
+        copies = self._copies(vnode, version, stage, size)
+        content = Content(
+            size, digest, tree, stage if size else "", copies, vnode.mtime_ns, self._target(vnode, size),
+            torn=vnode.passed > 0,
+        )  # fmt: skip
+        ctx, base = self.node.ctx(), vnode.content.gen
+        change = self.node.requests.once(
+            request, lambda tx: int(publication.publish(tx, ctx, vnode.fid, base, content) is not None)
+        )
+        if not await self.node.catalogue.mutate(change):
+            self._abandon(vnode)
+            return
+        generation = self.node.catalogue.view.generation(vnode.fid)
+        assert generation is not None
+        vnode.content = generation
+        vnode.published = version
+        self.on_released(vnode.fid)  # no longer a created file that is open: its drain may begin
+        if generation.conflict:
+            self.node.errors[f"conflict:{vnode.fid:x}"] = (
+                f"a generation of node {generation.conflict} was replaced without having been seen"
+            )
+        if not size and vnode.stage == stage and not vnode.dirty and not vnode.backed:
+            vnode.close_stage()
+            self.node.staging.remove(stage)
+
+    async def _digests(self, vnode: Vnode, version: int, size: int) -> Digests:
+        if vnode.digested is not None and vnode.digested[:2] == (version, size):
+            return vnode.digested[2]
+        found = await self._digests_of(vnode.fd, size)
+        vnode.digested = (version, size, found)
+        return found
+
+    async def _digests_of(self, fd: int, size: int) -> Digests:
+        """Of a descriptor that may be exchanged meanwhile."""
+        own = os.dup(fd)
+        try:
+            return await self.node.digests(own, size)
+        finally:
+            os.close(own)
+
+    async def snapshot(self, vnode: Vnode) -> tuple[int, int, Digests]:
+        """(version, size, digests) of the bytes now in the staging file, for an fsync before publication."""
+        self.passing.refresh(vnode)
+        version, size = vnode.version, os.fstat(vnode.fd).st_size
+        return version, size, await self._digests(vnode, version, size)
+
+    def _copies(self, vnode: Vnode, version: int, stage: str, size: int) -> tuple[Copy, ...]:
+        now_s = self.node.clock.now_s()
+        own = (Copy(self.node.name, self.node.staging.store, "memory", now_s),) if size else ()
+        if vnode.synced is not None and (vnode.synced.version, vnode.synced.size) == (version, size):
+            return own + vnode.synced.copies
+        return own
+
+    def _target(self, vnode: Vnode, size: int) -> bytes | None:
+        """Where a tracker file points, relative to the mount."""
+        names = self.node.catalogue.view.names_of(vnode.fid)
+        if not names or size > POINTER_BYTES_MAX or not is_pointer_name(names[0][1]):
+            return None
+        target = pointer_target(names[0][1], os.pread(vnode.fd, size, 0))
+        path = self.source.path(vnode.fid)
+        return None if target is None or path is None else namespace.resolve(parent_of(path), target)
+
+    def _abandon(self, vnode: Vnode) -> None:
+        """The file is gone from the namespace: its bytes live only as long as its handles."""
+        vnode.removed = True
+        vnode.published = vnode.version
+        vnode.content = Generation(vnode.content.gen, os.fstat(vnode.fd).st_size, b"", b"", vnode.stage, self.node.name)
+
+    async def complete(self, vnode: Vnode) -> None:
+        """The last passed writer is gone: the published bytes are final, their digests can be told.
+
+        Where they were told before, one writer may have been in the middle of a write when another one closed: its
+        bytes may have come after the look at them, and its stamp before.
+        """
+        content = vnode.content
+        if vnode.dirty or vnode.removed or not content.size or vnode.fd < 0:
+            return
+        if content.tree and content.size > DIGEST_AT_ONCE_BYTES_MAX:
+            return
+        digest, tree, _ = await self._digests_of(vnode.fd, content.size)
+        if content.tree:
+            if tree != content.tree and vnode.content is content:
+                vnode.version += 1
+                await self.publish(vnode)
+            return
+        await self.node.catalogue.mutate(lambda tx: publication.complete(tx, vnode.fid, content, digest, tree))
+        generation = self.node.catalogue.view.generation(vnode.fid)
+        if generation is not None and generation.gen == content.gen:
+            vnode.content = generation
