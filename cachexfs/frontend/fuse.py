@@ -30,7 +30,8 @@ from cachexfs.core.attrs import without_set_id
 from cachexfs.core.changes import NewAttrs
 from cachexfs.core.records import ROOT_FID
 from cachexfs.engine.attributes import PREFIX
-from cachexfs.engine.filesystem import BLKSIZE, Attr, Filesystem
+from cachexfs.engine.filesystem import Filesystem
+from cachexfs.engine.stat import BLKSIZE, Attr
 from cachexfs.engine.vnode import Handle
 from cachexfs.errors import CacheXError, FsError
 from cachexfs.supervisor.client import Supervisor

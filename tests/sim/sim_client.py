@@ -22,7 +22,7 @@ from sim_life import Life, Outcome, SimFilesystem
 
 from cachexfs.core.changes import NewAttrs
 from cachexfs.core.records import FID_STEP, ROOT_FID
-from cachexfs.engine.filesystem import Attr
+from cachexfs.engine.stat import Attr
 from cachexfs.errors import FsError
 
 READ_BYTES = 4096

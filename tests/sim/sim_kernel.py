@@ -16,8 +16,8 @@ from sim_life import SimFilesystem
 
 from cachexfs.core.records import FID_STEP
 from cachexfs.engine.files import Files
-from cachexfs.engine.filesystem import Attr
 from cachexfs.engine.interfaces import Clock
+from cachexfs.engine.stat import Attr
 from cachexfs.engine.vnode import WRITABLE, Handle
 
 TICK_NS = 4_000_000  # the kernel's stamps are as coarse as its timer
