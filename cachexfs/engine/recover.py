@@ -59,7 +59,8 @@ async def adopt(
         if fid in open_files and files.known(fid) is None and _in_progress(node, stage, fid, gen):
             files.resume(fid, open_files[fid], stage, node.catalogue.view.generation(fid))
             continue
-        await _adopt_one(node, keeper, stage, fid, gen, set_aside or node.staging.remove)
+        resumed = files.known(fid) is not None  # with its newest bytes: what those before them have, they have
+        await _adopt_one(node, keeper, stage, fid, gen, set_aside or node.staging.remove, resumed=resumed)
     await _drop_absent(node)
     for key, entry in list(node.catalogue.view.items()):
         record = entry.record if key.startswith((b"g/", b"i/")) else None
@@ -159,7 +160,9 @@ def _was_passed(node: Node, stage: str) -> bool:
     return stat.S_IMODE(os.stat(node.staging.path(stage)).st_mode) == PASSED_MODE
 
 
-async def _adopt_one(node: Node, keeper: Keeper, stage: str, fid: int, gen: int, remove: Callable[[str], None]) -> None:
+async def _adopt_one(
+    node: Node, keeper: Keeper, stage: str, fid: int, gen: int, remove: Callable[[str], None], *, resumed: bool
+) -> None:
     generation = node.catalogue.view.generation(fid)
     inode = node.catalogue.view.inode(fid)
     size = node.staging.size(stage)
@@ -175,6 +178,7 @@ async def _adopt_one(node: Node, keeper: Keeper, stage: str, fid: int, gen: int,
         if generation.stage == stage and not generation.tree:
             await _complete(node, stage, fid, generation)
         newer = size > generation.size or passed if generation.stage == stage else gen > generation.gen
+        newer = newer and not resumed
         if newer and size > file_bytes_max(node):
             log.error("%s: not published: %d bytes are more than staging may hold", stage, size)
             return

@@ -117,6 +117,31 @@ def test_bytes_that_were_overwritten_after_a_flush_outlive_the_daemon(
         assert (cluster.pfs / f"f{size}").read_bytes() == data
 
 
+@pytest.mark.parametrize("passthrough", ["auto", "off"])
+def test_bytes_that_were_appended_before_older_ones_were_changed_outlive_two_daemons(
+    make_cluster: Callable[..., LocalCluster], passthrough: str
+) -> None:
+    """The published file has grown in place when the writer goes on in a copy: it must not be published over it."""
+    cluster = make_cluster(1, {"supervisor": "on", "passthrough": passthrough})
+    path = cluster.nodes[0].mountpoint / "f"
+    fd = os.open(path, os.O_CREAT | os.O_RDWR)
+    os.write(fd, b"1" * 1000)
+    os.close(os.dup(fd))
+    os.pwrite(fd, b"2" * 1000, 1000)
+    os.pwrite(fd, b"3" * 10, 0)
+    os.pwrite(fd, b"4" * 10, 2000)
+    wanted = b"3" * 10 + b"1" * 990 + b"2" * 1000 + b"4" * 10
+    for _ in range(3):
+        old = cluster.status(0).pid
+        cluster.kill_daemon(0)
+        until("another daemon answers", lambda old=old: cluster.answers(0) and cluster.status(0).pid != old)
+        assert os.pread(fd, 5000, 0) == wanted
+    os.close(fd)
+    assert path.read_bytes() == wanted
+    cluster.umount()
+    assert (cluster.pfs / "f").read_bytes() == wanted
+
+
 @pytest.mark.parametrize("nodes", [1, 2])
 def test_a_listing_goes_on_over_a_killed_daemon(make_cluster: Callable[..., LocalCluster], nodes: int) -> None:
     """What is there all the time is listed once, whatever comes and goes meanwhile."""
