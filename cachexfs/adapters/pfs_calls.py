@@ -117,9 +117,11 @@ class PfsCalls:
             async with trio.open_nursery() as nursery:
                 self._nursery = nursery
                 task_status.started()
-                await trio.sleep_forever()
+                try:
+                    await trio.sleep_forever()
+                finally:
+                    self._nursery = None  # it takes nobody any more; calls that are given up now end by themselves
         finally:
-            self._nursery = None
             await self._shut_down()
 
     async def _shut_down(self) -> None:

@@ -1,7 +1,7 @@
-"""Bytes that say themselves what they are: a file of a save can be checked wherever it is found, with nothing beside it.
+"""Bytes that say themselves what they are: a file of a save can be checked wherever it is found.
 
-Role: shards are safetensors files whose header names save and shard, and whose data follow from these; commit files name
-all shards of their save. Used by the writers (processes of their own) and by whoever checks.
+Role: shards are safetensors files whose header names save and shard, and whose data follow from these; commit files
+name all shards of their save. Used by the writers (processes of their own) and by whoever checks.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Chaos on real mounts: savers and random operations under kill -9 at random moments, and what was claimed, checked.
 
-Role: ``ride`` lets daemons die (or be replaced by restart) under load with a supervisor: no application may see an error
-or a wrong byte, and the PFS must end up with exactly what they wrote. ``claims`` notes at a random moment what the
-attributes claim, kills everything, destroys what the claims survive, and compares bytes. Run by hand for long runs
+Role: ``ride`` lets daemons die (or be replaced by restart) under load with a supervisor: no application may see an
+error or a wrong byte, and the PFS must end up with exactly what they wrote. ``claims`` notes at a random moment what
+the attributes claim, kills everything, destroys what the claims survive, and compares bytes. By hand for long runs
 (``make chaos``), by ``test_chaos`` for a short one. All choices follow from the seed; the moments of deaths do not.
 """
 
@@ -174,11 +174,7 @@ class Chaos:
 
     def _daemons(self, index: int) -> list[int]:
         if self.plan.brutal:
-            def is_daemon(pid: int) -> bool:
-                with contextlib.suppress(OSError):
-                    return b"cachexfs.daemon\0" in Path(f"/proc/{pid}/cmdline").read_bytes() and b"cachexfs.supervisor\0" not in Path(f"/proc/{pid}/cmdline").read_bytes()
-                return False
-            return [pid for pid in self.cluster.processes(index) if is_daemon(pid)]
+            return [pid for pid in self.cluster.processes(index) if _is_daemon(pid)]
         entry = control.registered(self.cluster.nodes[index].runtime)
         return [entry.pid] if entry is not None and os.path.exists(f"/proc/{entry.pid}") else []
 
@@ -274,6 +270,14 @@ class Chaos:
                 self.wrong.append(f"{what}: {name} claimed restartable {boundary}: {problem}")
 
 
+def _is_daemon(pid: int) -> bool:
+    """Serving, starting, or waiting for its turn; not the supervisor, which has the daemon's command in its own."""
+    with contextlib.suppress(OSError):
+        command = Path(f"/proc/{pid}/cmdline").read_bytes()
+        return b"cachexfs.daemon\0" in command and b"cachexfs.supervisor\0" not in command
+    return False
+
+
 def _identity(path: Path) -> tuple[int, int, int]:
     found = path.stat()
     return found.st_ino, found.st_mtime_ns, found.st_ctime_ns
@@ -355,10 +359,6 @@ def claims(chaos: Chaos) -> None:
         print(f"  cycle {chaos.generation} {how}: {chaos.counts}", flush=True)
 
 
-def mixed_memory(plan: Plan) -> int:
-    return int(plan.memory.rstrip("MG")) * (1 << 30 if plan.memory.endswith("G") else 1 << 20)
-
-
 def run(plan: Plan, what: str, keep: bool = False) -> Chaos:
     """Carry out a plan; ``wrong`` of the result says what was not as it must be."""
     with tempfile.TemporaryDirectory(prefix="cxc-", dir="/var/tmp", ignore_cleanup_errors=True) as text:
@@ -410,7 +410,8 @@ def main() -> int:
             given.seconds, seed, more, given.brutal,
         )  # fmt: skip
         chaos = run(plan, given.what, given.keep)
-        print(f"{'FAILED' if chaos.wrong else 'ok'} {given.what} {given.mode} {given.memory} seed {seed}: {chaos.counts}")
+        verdict = "FAILED" if chaos.wrong else "ok"
+        print(f"{verdict} {given.what} {given.mode} {given.memory} seed {seed}: {chaos.counts}")
         print("\n".join(chaos.wrong[:20]), flush=True)
         failed += bool(chaos.wrong)
     return failed

@@ -1,8 +1,8 @@
 """What applications do under chaos, each in a process of its own: savers of checkpoints, and random operations.
 
 Role: ``saver`` saves checkpoints in every way that frameworks do, reads them back, and tells a ledger what it did;
-``twin`` compares random operations with a plain directory. Both go on until told to end (a line on stdin or its end), or
-until the first wrong byte or errno. Exit codes: 0; 1 with the failure on stderr; 5 the mount is gone (supervisor=off).
+``twin`` compares random operations with a plain directory. Both go on until told to end (a line on stdin or its end),
+or until the first wrong byte or errno. Exit codes: 0; 1 with the failure on stderr; 5 the mount is gone.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ class Saver:
             os.close(fd)
 
     def patched(self, path: Path, data: bytes, sync: bool) -> None:
-        """Holes and a placeholder first (zip files, safetensors writers), then r+b over it; a second descriptor reads."""
+        """Holes and a placeholder first (zip files, safetensors writers), then r+b over it, read by another."""
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
         cut = len(data) // 3
         try:
@@ -213,7 +213,8 @@ class Saver:
 def describe(got: bytes, wanted: bytes) -> str:
     where = next((i for i, (a, b) in enumerate(zip(got, wanted, strict=False)) if a != b), min(len(got), len(wanted)))
     zero = bytes(16) == got[where : where + 16]
-    return f"{len(got)} bytes of {len(wanted)}, first difference at {where}{' (zeroes)' if zero else ''}, {digest(got)[:8]}"
+    what = "zeroes" if zero else digest(got)[:8]
+    return f"{len(got)} bytes of {len(wanted)}, first difference at {where}: {what}"
 
 
 def twins(ours: Path, plain: Path, seed: str) -> None:

@@ -186,3 +186,18 @@ async def test_a_python_that_does_not_start_is_told(pfs_dir: Path, monkeypatch: 
     async with running(PfsPool(str(pfs_dir))) as pool:
         with pytest.raises(OSError, match="No such file"):
             await pool.stat(b"", LONG_S)
+
+
+async def test_an_end_amid_calls_is_quiet(tmp_path: Path) -> None:
+    """Pool and callers are cancelled at one moment, as when a daemon gives its place to the next one."""
+    (tmp_path / "pfs").mkdir()
+    os.mkfifo(tmp_path / "source")
+    for _ in range(3):
+        async with trio.open_nursery() as nursery:
+            pool = PfsPool(str(tmp_path / "pfs"), drain_workers=4)
+            await nursery.start(pool.serve)
+            await pool.probe()
+            for number in range(4):
+                nursery.start_soon(pool.prepare, str(tmp_path / "source"), 10, f"h{number}", ATTRS, b"", LONG_S)
+            await until(lambda: len(pool._calls.data.busy) == 4)  # noqa: B023
+            nursery.cancel_scope.cancel()

@@ -19,6 +19,7 @@ from pathlib import Path
 FILE_BYTES_MAX = 3 << 20
 WRITE_BYTES_MAX = 300 << 10
 BLOCK = 4096
+LOG_SHOWN = 200
 NAMES = [f"f{i}" for i in range(6)] + ["d0/g0", "d0/g1", "d1/h0"]
 LIBC = ctypes.CDLL(None, use_errno=True)
 
@@ -76,11 +77,19 @@ class Twin:
     # ---- running
     def run(self, steps: int, between: Callable[[int], None] = lambda step: None) -> None:
         """Carry out ``steps`` random operations, then compare everything."""
+        self.steps(steps, between)
+        self.finish()
+
+    def steps(self, steps: int, between: Callable[[int], None] = lambda step: None) -> None:
+        """Carry out ``steps`` more."""
         weights = [weight for weight, _ in self.operations]
         for step in range(steps):
             between(step)
             _, operation = self.random.choices(self.operations, weights)[0]
             operation()
+
+    def finish(self) -> None:
+        """Compare everything, close everything, compare again."""
         self.compare()
         self.end()
         self.compare()
@@ -102,7 +111,7 @@ class Twin:
         return ours
 
     def fail(self, why: str) -> None:
-        steps = "\n  ".join(self.log[-30:])
+        steps = "\n  ".join(self.log[-LOG_SHOWN:])
         raise AssertionError(f"seed {self.seed}, step {len(self.log)}: {why}\n  {steps}")
 
     # ---- choices
