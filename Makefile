@@ -2,6 +2,7 @@
 #   make demo [ARGS="--ranks 32"]   several nodes on this machine: save, lose a node, restore
 #   make test [ARGS="-k drain"]     all tests          make check   format, lint, types, imports
 #   make crashsim [SEEDS=0-999]     the engine simulated from seeds, with deaths and power cuts
+#   make chaos [SEEDS=1-8]          real mounts under kill -9, restarts, saves and random operations; minutes per seed
 #   make bench, make bench-model    measurements       make install a copy in PREFIX (/opt/cachexfs), linked into the PATH
 SHELL := /bin/bash
 PY := .venv/bin/python
@@ -13,10 +14,10 @@ MANDIR ?= /usr/local/share/man
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test crashsim check format bench bench-model install install-helpers clean system test-system venv
+.PHONY: help demo test crashsim chaos check format bench bench-model install install-helpers clean system test-system venv
 
 help:
-	@sed -n 2,6p Makefile
+	@sed -n 2,7p Makefile
 
 system:
 	@tools/setup.sh system
@@ -36,6 +37,10 @@ test: test-system venv
 # The engine with deaths, power cuts and a PFS that fails, from seeds; prints those that break a promise.
 crashsim: venv
 	PYTHONHASHSEED=0 $(PY) tests/sim/sim_run.py --keep-going --seeds $(or $(SEEDS),0-999)
+
+# Each seed one way of mounting and one kind of trouble, ARGS="--seconds 300" longer; prints what went wrong with the log.
+chaos: test-system venv
+	$(PY) tests/chaos/chaos_run.py all --seeds $(or $(SEEDS),1-8) $(ARGS)
 
 check: venv
 	.venv/bin/ruff format --check .
