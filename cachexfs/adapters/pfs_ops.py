@@ -30,6 +30,7 @@ from dataclasses import dataclass
 from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
 from cachexfs.adapters import pfs_copy
+from cachexfs.adapters.pfs_attrs import Attrs, StatRow, row_of, set_attrs_of, stat_row
 from cachexfs.adapters.pfs_dir import (
     BESIDE_PREFIX,
     LOOKS,
@@ -39,7 +40,6 @@ from cachexfs.adapters.pfs_dir import (
     PfsIdentity,
     RootError,
     fsync_dir,
-    kind_of,
     names_in,
     plain_name,
     remove_quietly,
@@ -56,8 +56,6 @@ RECORD_BYTES_MAX = 4 << 20
 _EXAMINE = os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC
 _NEW = os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
-StatRow = tuple[str, int, int, int, int, int, int, int, int, int, int, bytes]
-
 
 class FinalError(OSError):
     """What must not be asked again: the filesystem might say "ok" now."""
@@ -73,17 +71,6 @@ class Monitor(pfs_copy.Monitor, Protocol):
     def page(self, rows: list[tuple[bytes, StatRow]]) -> None:
         """A part of a listing."""
         ...
-
-
-@dataclass(frozen=True, slots=True)
-class Attrs:
-    """As ``PfsAttrs``: permission bits, owner (None: leave), times in ns."""
-
-    mode: int
-    uid: int | None
-    gid: int | None
-    atime_ns: int
-    mtime_ns: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,72 +111,6 @@ def certain(function: Callable[Concatenate[Context, P], R]) -> Callable[Concaten
         raise AssertionError
 
     return look
-
-
-def stat_row(name: bytes, dir_fd: int) -> StatRow:
-    """lstat as a row in the order of ``PfsStat``."""
-    found = os.stat(name, dir_fd=dir_fd, follow_symlinks=False)
-    target = os.readlink(name, dir_fd=dir_fd) if stat.S_ISLNK(found.st_mode) else b""
-    return _row(found, target)
-
-
-def _row(found: os.stat_result, target: bytes = b"") -> StatRow:
-    return (
-        kind_of(found.st_mode),
-        stat.S_IMODE(found.st_mode),
-        found.st_uid,
-        found.st_gid,
-        found.st_size,
-        found.st_ino,
-        found.st_nlink,
-        found.st_rdev,
-        found.st_atime_ns,
-        found.st_mtime_ns,
-        found.st_ctime_ns,
-        target,
-    )
-
-
-def set_attrs(name: bytes, dir_fd: int, attrs: Attrs, *, keep: int = 0) -> bool:
-    """Owner, mode, times of ``name`` in ``dir_fd``, where they differ; returns whether anything did.
-
-    Never follows a symlink; of a symlink owner and times only. EPERM of chown is ignored unless we are root.
-    ``keep`` are mode bits that stay set.
-    """
-    fd = os.open(name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=dir_fd)
-    try:
-        return set_attrs_of(fd, os.fstat(fd), attrs, keep=keep)
-    finally:
-        os.close(fd)
-
-
-def set_attrs_of(fd: int, found: os.stat_result, attrs: Attrs, *, keep: int = 0) -> bool:
-    """The same for any descriptor, an ``O_PATH`` one too; ``found`` is its stat."""
-    this, changed = f"/proc/self/fd/{fd}", False  # the file itself, whatever its name is now
-    uid = found.st_uid if attrs.uid is None else attrs.uid
-    gid = found.st_gid if attrs.gid is None else attrs.gid
-    if (uid, gid) != (found.st_uid, found.st_gid):
-        changed = _chown(this, uid, gid)
-    mode = stat.S_IMODE(attrs.mode) | keep
-    # chown clears the set-id bits, so the mode comes after it.
-    if not stat.S_ISLNK(found.st_mode) and (changed or mode != stat.S_IMODE(found.st_mode)):
-        os.chmod(this, mode)
-        changed = True
-    times = (found.st_atime_ns, found.st_mtime_ns)
-    if (attrs.atime_ns, attrs.mtime_ns) != times:
-        os.utime(this, ns=(attrs.atime_ns, attrs.mtime_ns))
-        if not changed:
-            after = os.fstat(fd)  # a filesystem with whole seconds never gets nearer: that is no change
-            changed = (after.st_atime_ns, after.st_mtime_ns) != times
-    return changed
-
-
-def _chown(path: str, uid: int, gid: int) -> bool:
-    for owner, group in ((uid, gid), (-1, gid)):  # the group alone: a user may, and so may root where it is squashed
-        with contextlib.suppress(PermissionError):
-            os.chown(path, owner, group)
-            return True
-    return False
 
 
 def probe(context: Context, parts: bool) -> tuple[int, int, str, list[str]]:
@@ -288,7 +209,7 @@ def land(context: Context, hidden: str, path: bytes, attrs: Attrs, size: int, in
             fd = pfs.keep(os.open(name, _EXAMINE, dir_fd=tmp))
         except FileNotFoundError:
             fd = pfs.keep(_landed_before(parent, last, size, ino, hidden))
-            row = _row(os.fstat(fd))
+            row = row_of(os.fstat(fd))
         else:
             found = os.fstat(fd)
             if not stat.S_ISREG(found.st_mode) or size not in (-1, found.st_size):
@@ -296,12 +217,12 @@ def land(context: Context, hidden: str, path: bytes, attrs: Attrs, size: int, in
             set_attrs_of(fd, found, attrs)
             try:
                 os.rename(name, last, src_dir_fd=tmp, dst_dir_fd=parent)
-                row = _row(os.fstat(fd))
+                row = row_of(os.fstat(fd))
             except OSError as error:
                 if error.errno != errno.EXDEV:
                     raise
                 fd = pfs.keep(_land_beside(context, name, tmp, parent, last, attrs))
-                row = _row(os.fstat(fd))
+                row = row_of(os.fstat(fd))
         try:
             sync_renamed(fd)
         except OSError as error:  # final for this file, which lies there already: another must take its place
@@ -405,7 +326,7 @@ def lstat(context: Context, path: bytes) -> StatRow:
     """See ``Pfs.stat``."""
     with context.open(mutating=False) as pfs:
         if not path:
-            return _row(os.fstat(pfs.root))
+            return row_of(os.fstat(pfs.root))
         parent, last = pfs.parent(path)
         return stat_row(last, parent)
 

@@ -26,6 +26,7 @@ from collections.abc import Callable
 import msgpack
 
 from cachexfs.adapters import pfs_names, pfs_ops
+from cachexfs.adapters.pfs_attrs import Attrs, StatRow
 from cachexfs.adapters.pfs_dir import Memory, PfsIdentity, RootError
 
 FRAME_BYTES_MAX = 16 << 20
@@ -103,7 +104,7 @@ class Channel:
         """See ``pfs_ops.Monitor``."""
         self.send("note", value)
 
-    def page(self, rows: list[tuple[bytes, pfs_ops.StatRow]]) -> None:
+    def page(self, rows: list[tuple[bytes, StatRow]]) -> None:
         """See ``pfs_ops.Monitor``."""
         self.send("page", rows)
 
@@ -142,7 +143,7 @@ def serve_one(channel: Channel, pfs_path: bytes, memory: Memory) -> None:
     channel.number, channel.rate_bytes_s = number, rate
     known = PfsIdentity(*identity) if isinstance(identity, list) else None
     context = pfs_ops.Context(pfs_path, known, nonce, channel, memory)
-    values = [pfs_ops.Attrs(*value["attrs"]) if isinstance(value, dict) else value for value in arguments]
+    values = [Attrs(*value["attrs"]) if isinstance(value, dict) else value for value in arguments]
     try:
         function = OPERATIONS[operation]
         result = function(context, *values)

@@ -1,6 +1,6 @@
 """This machine's addresses.
 
-Role: asked once, when ``cachexfs.cli.options`` fills in defaults.
+Role: asked once, when ``cachexfs.cli.options`` and ``members`` fill in defaults.
 """
 
 from __future__ import annotations

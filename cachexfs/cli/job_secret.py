@@ -7,8 +7,8 @@ import hmac
 
 import click
 
-from cachexfs.cli.options import check_secret_file
 from cachexfs.cli.output import write
+from cachexfs.cli.secrets_file import check_secret_file
 from cachexfs.errors import EXIT_DONE, UsageError
 
 KEY_BYTES_MAX = 1 << 20

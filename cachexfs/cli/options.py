@@ -5,31 +5,27 @@ Role: parsed once, at the edge, by ``cachexfs mount``. Touches neither the PFS n
 
 from __future__ import annotations
 
-import difflib
-import hashlib
 import os
 import re
-import socket
-import stat
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
 
-from cachexfs.cli.addresses import is_local, listen_host
+from cachexfs.cli.addresses import listen_host
 from cachexfs.cli.identity import default_runtime_dir_for, resolve_user
-from cachexfs.config import MountOptions, NodeAddress, default_runtime_dir
+from cachexfs.cli.members import derived_job, derived_port, launcher_job, own_name, parse_nodes, with_ports
+from cachexfs.cli.secrets_file import check_secret_file
+from cachexfs.cli.words import nearest, parse_path, read_lines
+from cachexfs.config import MountOptions, default_runtime_dir
 from cachexfs.core import hostlist, sizes
 from cachexfs.errors import UsageError
 from cachexfs.machine import memory_limit_bytes
 
-SECRET_BYTES_MIN = 16
 MEMORY_BYTES_MIN = 1 << 20
 MEMORY_SHARE_DEFAULT = "25%"
 PREFAULT_PART, PREFAULT_BYTES_MAX = 4, 2 << 30  # of memory, by default
-PORT_FIRST = 20000
-PORT_COUNT = 10000
 ENV_PREFIX = "CACHEXFS_"
 #: Environment variables with our prefix that are no options: other parts of the project read them.
 ENV_FOREIGN = (
@@ -60,17 +56,6 @@ MOUNT_WORDS = frozenset(
         *("noatime", "relatime", "async", "exec", "noexec", "dev", "suid", "nodiratime", "strictatime"),
     )
 )
-#: Where launchers leave the id of the job, in the order in which they are asked.
-JOB_VARIABLES = (
-    "SLURM_JOB_ID",
-    "PBS_JOBID",
-    "LSB_JOBID",
-    "FLUX_JOB_ID",
-    "OAR_JOB_ID",
-    "COBALT_JOBID",
-    "TORCHELASTIC_RUN_ID",
-)
-
 Value = str | bool
 """An option before it is understood: text, or True for a bare word."""
 
@@ -82,12 +67,6 @@ class Option:
     field: str
     parse: Callable[[str], object]
     bare: str | None = None
-
-
-def _path(text: str) -> str:
-    if not text:
-        raise UsageError("an empty path")
-    return os.path.abspath(os.path.expanduser(text))
 
 
 def _flag(text: str) -> bool:
@@ -149,21 +128,10 @@ def _job(text: str) -> str:
     return hostlist.check_name(text, "the job")
 
 
-def _read_lines(path: str, what: str) -> Iterator[str]:
-    try:
-        with open(path, encoding="utf-8") as file:
-            for line in file:
-                content = line.partition("#")[0].strip()
-                if content:
-                    yield content
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"cannot read the {what} file '{path}': {getattr(error, 'strerror', None) or error}") from None
-
-
 def _domains(text: str) -> dict[str, str]:
     """``NODE DOMAIN`` a line (``NODE`` may be a host list, ``:`` or ``=`` may stand between the two)."""
     domains: dict[str, str] = {}
-    for line in _read_lines(_path(text), "domains"):
+    for line in read_lines(parse_path(text), "domains"):
         match = re.fullmatch(r"(\S+?)\s*[\s:=]\s*(\S+)", line)
         if not match:
             raise UsageError(f"'{line}' in the domains file '{text}' is not NODE DOMAIN")
@@ -180,17 +148,17 @@ def _prefault(text: str) -> int:
 
 OPTIONS: dict[str, Option] = {
     "memory": Option("memory", _memory),
-    "staging": Option("staging", _path),
-    "nvme": Option("nvme", _path),
+    "staging": Option("staging", parse_path),
+    "nvme": Option("nvme", parse_path),
     "prefault": Option("prefault", _prefault),
-    "spill": Option("spill", lambda text: text if text in ("auto", "off") else _path(text)),
+    "spill": Option("spill", lambda text: text if text in ("auto", "off") else parse_path(text)),
     "nodes": Option("nodes", str),
     "node": Option("node", str),
     "job": Option("job", _job),
     "domains": Option("domains", _domains),
     "replicas": Option("replicas", _count(1, 8)),
     "listen": Option("listen", hostlist.split_host_port),
-    "secret": Option("secret_file", _path),
+    "secret": Option("secret_file", parse_path),
     "catalogue": Option("catalogue", _endpoints),
     "node_timeout": Option("node_timeout_s", _seconds(0.5)),
     "fsync": Option("fsync", _one_of("returned", "partner", "pfs")),
@@ -207,16 +175,10 @@ OPTIONS: dict[str, Option] = {
     "supervisor": Option("supervisor", _one_of("auto", "on", "off"), "on"),
     "user": Option("user", str),
     "allow_other": Option("allow_other", _flag, "on"),
-    "log_file": Option("log_file", _path),
+    "log_file": Option("log_file", parse_path),
     "log_level": Option("log_level", _one_of("debug", "info", "warning", "error")),
-    "runtime_dir": Option("runtime_dir", _path),
+    "runtime_dir": Option("runtime_dir", parse_path),
 }
-
-
-def nearest(word: str, known: Sequence[str]) -> str:
-    """``: did you mean 'x'?`` for the known word that is nearest, or nothing."""
-    close = difflib.get_close_matches(word.lower(), known, 1, 0.5) if len(word) > 2 else []
-    return f": did you mean '{close[0]}'?" if close else ""
 
 
 def split_words(text: str) -> list[tuple[str, Value]]:
@@ -311,15 +273,15 @@ def load_options(
         except UsageError as error:
             raise UsageError(f"option '{key}' {source}: {error}") from None
     values.setdefault("memory", _memory(MEMORY_SHARE_DEFAULT))
-    return _resolve(values, _path(pfs), _path(mountpoint), environ)
+    return _resolve(values, parse_path(pfs), parse_path(mountpoint), environ)
 
 
 def _resolve(values: dict[str, object], pfs: str, mountpoint: str, environ: Mapping[str, str]) -> MountOptions:
-    addresses = _nodes(str(values.pop("nodes", "")))
-    node = _own_name(addresses, str(values.pop("node", "")), environ)
+    addresses = parse_nodes(str(values.pop("nodes", "")))
+    node = own_name(addresses, str(values.pop("node", "")), environ)
     explicit_job = values.pop("job", None)
-    job = str(explicit_job) if explicit_job else _launcher_job(environ) or _derived_job(pfs, mountpoint, addresses)
-    addresses = _with_ports(addresses, derived_port(job))
+    job = str(explicit_job) if explicit_job else launcher_job(environ) or derived_job(pfs, mountpoint, addresses)
+    addresses = with_ports(addresses, derived_port(job))
     listen = values.pop("listen", ("", 0))
     assert isinstance(listen, tuple)
     host, port = str(listen[0]), int(listen[1])
@@ -367,103 +329,3 @@ def _check_together(options: MountOptions) -> None:
         raise UsageError(
             f"replicas={options.replicas} needs at least {options.replicas + 1} nodes, and there are {count}"
         )
-
-
-def check_secret_file(path: str) -> None:
-    """Raise ``UsageError`` unless the file exists, only its owner and group may read it, and it is long enough."""
-    try:
-        status = os.stat(path)
-    except OSError as error:
-        raise UsageError(f"cannot read the secret '{path}': {error.strerror}") from None
-    if not stat.S_ISREG(status.st_mode):
-        raise UsageError(f"the secret '{path}' is not a regular file")
-    if status.st_mode & 0o007:
-        raise UsageError(
-            f"everybody can read the secret '{path}': chmod 600 it, and make a new one if others use this machine"
-        )
-    if not os.access(path, os.R_OK):
-        raise UsageError(f"cannot read the secret '{path}': it belongs to somebody else")
-    if status.st_size < SECRET_BYTES_MIN:
-        raise UsageError(f"the secret '{path}' has {status.st_size} bytes, at least {SECRET_BYTES_MIN} are needed")
-
-
-def _nodes(text: str) -> tuple[NodeAddress, ...]:
-    """Addresses of ``@FILE``, a host list, or items ``[NAME=]HOST[:PORT]``; port 0 when none is given."""
-    if text.startswith("@"):
-        text = ";".join(_read_lines(_path(text[1:]), "nodes"))
-        if not text:
-            raise UsageError("the nodes file names no node")
-    found: list[NodeAddress] = []
-    for item in hostlist.expand(text):
-        name, equals, place = item.rpartition("=")
-        host, port = hostlist.split_host_port(place)
-        if not host:
-            raise UsageError(f"'{item}' names no host")
-        found.append(NodeAddress(name if equals else host, host, port))
-    hosts = [address.name for address in found]
-    found = [
-        msgspec.structs.replace(address, name=f"{address.name}:{address.port}")
-        if hosts.count(address.name) > 1
-        else address
-        for address in found
-    ]
-    if len({address.name for address in found}) != len(found):
-        raise UsageError(f"two nodes have the same name in '{text}'")
-    for address in found:
-        hostlist.check_name(address.name, "the node")
-    return tuple(found)
-
-
-def _with_ports(addresses: tuple[NodeAddress, ...], port: int) -> tuple[NodeAddress, ...]:
-    filled = tuple(msgspec.structs.replace(address, port=address.port or port) for address in addresses)
-    taken: dict[tuple[str, int], str] = {}
-    for address in filled:
-        other = taken.setdefault((address.host, address.port), address.name)
-        if other != address.name:
-            raise UsageError(f"nodes '{other}' and '{address.name}' have one address: give each a port, host:port")
-    return filled
-
-
-def _own_name(addresses: tuple[NodeAddress, ...], given: str, environ: Mapping[str, str]) -> str:
-    names = [address.name for address in addresses]
-    host = socket.gethostname()
-    if not addresses:
-        return hostlist.check_name(given or host.partition(".")[0], "the node")
-    if given:
-        if given in names:
-            return given
-        raise UsageError(f"node '{given}' is not one of the nodes ({_some(names)}){nearest(given, names)}")
-    for wanted in (environ.get("SLURMD_NODENAME", ""), host, host.partition(".")[0]):
-        found = [a.name for a in addresses if wanted and wanted in (a.name, a.host)]
-        found = found or [
-            a.name for a in addresses if wanted and wanted in (a.name.partition(".")[0], a.host.partition(".")[0])
-        ]
-        if len(found) == 1:
-            return found[0]
-    found = [address.name for address in addresses if is_local(address.host)]
-    if len(found) == 1:
-        return found[0]
-    raise UsageError(f"this machine, '{host}', is not one of the nodes ({_some(names)}): give node=NAME")
-
-
-def _some(names: Sequence[str]) -> str:
-    return ", ".join(names[:4]) + (f", and {len(names) - 4} more" if len(names) > 4 else "")
-
-
-def _launcher_job(environ: Mapping[str, str]) -> str:
-    for variable in JOB_VARIABLES:
-        text = environ.get(variable, "")
-        if text and text != "none":
-            return hostlist.check_name(re.sub(r"[^A-Za-z0-9._:-]", "-", text), f"the job in {variable}")
-    return ""
-
-
-def _derived_job(pfs: str, mountpoint: str, addresses: Sequence[NodeAddress]) -> str:
-    """The same on all nodes of one mount: from the PFS directory, and the nodes or (alone) the mount point."""
-    rest = [f"{a.name}={a.host}:{a.port}" for a in addresses] if len(addresses) > 1 else [mountpoint]
-    return "m" + hashlib.sha256(os.fsencode("\0".join([pfs, *rest]))).hexdigest()[:15]
-
-
-def derived_port(job: str) -> int:
-    """The TCP port of a job's daemons on nodes that name none: 20000 to 29999."""
-    return PORT_FIRST + int.from_bytes(hashlib.sha256(b"port\0" + job.encode()).digest()[:4], "big") % PORT_COUNT

@@ -16,8 +16,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from cachexfs.adapters import pfs_names, pfs_ops
+from cachexfs.adapters.pfs_attrs import Attrs, StatRow
 from cachexfs.adapters.pfs_dir import BESIDE_PREFIX, STATE_DIR, Memory, PfsDir, PfsIdentity, RootError, plain_name
-from cachexfs.adapters.pfs_ops import RECORD_BYTES_MAX, Attrs, Context, StatRow
+from cachexfs.adapters.pfs_ops import RECORD_BYTES_MAX, Context
 from cachexfs.core.digest import FileDigest
 from cachexfs.errors import CannotTellError
 from cachexfs.recovery.choice import Candidate, Record, encode_record

@@ -8,7 +8,8 @@ import pytest
 
 from cachexfs import machine
 from cachexfs.cli import options
-from cachexfs.cli.options import derived_port, load_options
+from cachexfs.cli.members import derived_port
+from cachexfs.cli.options import load_options
 from cachexfs.config import MountOptions, NodeAddress
 from cachexfs.errors import UsageError
 

@@ -1,0 +1,93 @@
+"""Attributes of a name on the PFS: read as a row, set where they differ.
+
+Role: used by the operations inside a PFS child process (``pfs_ops``, ``pfs_names``). No concurrency.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import stat
+from dataclasses import dataclass
+
+from cachexfs.adapters.pfs_dir import kind_of
+
+StatRow = tuple[str, int, int, int, int, int, int, int, int, int, int, bytes]
+
+
+@dataclass(frozen=True, slots=True)
+class Attrs:
+    """As ``PfsAttrs``: permission bits, owner (None: leave), times in ns."""
+
+    mode: int
+    uid: int | None
+    gid: int | None
+    atime_ns: int
+    mtime_ns: int
+
+
+def stat_row(name: bytes, dir_fd: int) -> StatRow:
+    """lstat as a row in the order of ``PfsStat``."""
+    found = os.stat(name, dir_fd=dir_fd, follow_symlinks=False)
+    target = os.readlink(name, dir_fd=dir_fd) if stat.S_ISLNK(found.st_mode) else b""
+    return row_of(found, target)
+
+
+def row_of(found: os.stat_result, target: bytes = b"") -> StatRow:
+    """The same from a stat that was made already."""
+    return (
+        kind_of(found.st_mode),
+        stat.S_IMODE(found.st_mode),
+        found.st_uid,
+        found.st_gid,
+        found.st_size,
+        found.st_ino,
+        found.st_nlink,
+        found.st_rdev,
+        found.st_atime_ns,
+        found.st_mtime_ns,
+        found.st_ctime_ns,
+        target,
+    )
+
+
+def set_attrs(name: bytes, dir_fd: int, attrs: Attrs, *, keep: int = 0) -> bool:
+    """Owner, mode, times of ``name`` in ``dir_fd``, where they differ; returns whether anything did.
+
+    Never follows a symlink; of a symlink owner and times only. EPERM of chown is ignored unless we are root.
+    ``keep`` are mode bits that stay set.
+    """
+    fd = os.open(name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=dir_fd)
+    try:
+        return set_attrs_of(fd, os.fstat(fd), attrs, keep=keep)
+    finally:
+        os.close(fd)
+
+
+def set_attrs_of(fd: int, found: os.stat_result, attrs: Attrs, *, keep: int = 0) -> bool:
+    """The same for any descriptor, an ``O_PATH`` one too; ``found`` is its stat."""
+    this, changed = f"/proc/self/fd/{fd}", False  # the file itself, whatever its name is now
+    uid = found.st_uid if attrs.uid is None else attrs.uid
+    gid = found.st_gid if attrs.gid is None else attrs.gid
+    if (uid, gid) != (found.st_uid, found.st_gid):
+        changed = _chown(this, uid, gid)
+    mode = stat.S_IMODE(attrs.mode) | keep
+    # chown clears the set-id bits, so the mode comes after it.
+    if not stat.S_ISLNK(found.st_mode) and (changed or mode != stat.S_IMODE(found.st_mode)):
+        os.chmod(this, mode)
+        changed = True
+    times = (found.st_atime_ns, found.st_mtime_ns)
+    if (attrs.atime_ns, attrs.mtime_ns) != times:
+        os.utime(this, ns=(attrs.atime_ns, attrs.mtime_ns))
+        if not changed:
+            after = os.fstat(fd)  # a filesystem with whole seconds never gets nearer: that is no change
+            changed = (after.st_atime_ns, after.st_mtime_ns) != times
+    return changed
+
+
+def _chown(path: str, uid: int, gid: int) -> bool:
+    for owner, group in ((uid, gid), (-1, gid)):  # the group alone: a user may, and so may root where it is squashed
+        with contextlib.suppress(PermissionError):
+            os.chown(path, owner, group)
+            return True
+    return False
