@@ -58,6 +58,8 @@ async def adopt(
         node.unverified.add(stage)
         if fid in open_files and files.known(fid) is None and _in_progress(node, stage, fid, gen):
             files.resume(fid, open_files[fid], stage, node.catalogue.view.generation(fid))
+            if _was_passed(node, stage):
+                node.unverified.discard(stage)  # the kernel changes it: the digest of what was published tells nothing
             continue
         resumed = files.known(fid) is not None  # with its newest bytes: what those before them have, they have
         await _adopt_one(node, keeper, stage, fid, gen, set_aside or node.staging.remove, resumed=resumed)

@@ -11,6 +11,7 @@ from real_support import pfs_away, until, write_file
 from cachexfs.cli import client
 from cachexfs.demo import control
 from cachexfs.demo.cluster import LocalCluster
+from cachexfs.demo.control import xattr
 
 FILES = 40
 
@@ -107,6 +108,7 @@ def test_bytes_that_were_overwritten_after_a_flush_outlive_the_daemon(
     old = cluster.status(0).pid
     cluster.kill_daemon(0)
     until("another daemon answers", lambda: cluster.answers(0) and cluster.status(0).pid != old)
+    assert [xattr(mount / f"f{size}", "stage") for size in fds] == ["writing"] * len(fds)
     wanted = {size: b"1" * 1000 + b"2" * 100 + b"1" * (size - 1100) for size in fds}
     for size, fd in fds.items():
         assert os.pread(fd, size, 0) == wanted[size]
@@ -115,6 +117,7 @@ def test_bytes_that_were_overwritten_after_a_flush_outlive_the_daemon(
     cluster.umount()
     for size, data in wanted.items():
         assert (cluster.pfs / f"f{size}").read_bytes() == data
+    assert "damaged" not in cluster.nodes[0].log.read_text()
 
 
 @pytest.mark.parametrize("passthrough", ["auto", "off"])
