@@ -13,7 +13,7 @@ from cachexfs.core.boundary import Boundary
 from cachexfs.core.commitfiles import step_of
 from cachexfs.core.formats import may_be_checkpoint
 from cachexfs.core.records import Inode, Op, OpKind
-from cachexfs.engine.completeness import Checkpoint, Completeness, Piece
+from cachexfs.engine.completeness import UNREADABLE, UNREADABLE_NOW, Checkpoint, Completeness, Piece
 from cachexfs.engine.parts import Parts
 
 Answer = dict[str, Any]
@@ -78,11 +78,11 @@ def _member(piece: Piece) -> Answer:
 def fix_of(piece: Piece) -> str:
     """What would make a member of a checkpoint whole."""
     reason = piece.reason
-    if "cannot be read now" in reason:
+    if UNREADABLE_NOW in reason:
         return "wait: it is tried again"
     if "the limit" in reason:
         return "docs/formats.md says what may be read; the files themselves are not affected"
-    if "cannot be read" in reason:
+    if UNREADABLE in reason:
         return "save the checkpoint again, or see docs/formats.md if a class in it is your own"
     if "being written" in reason or "not saved yet" in reason:
         return f"wait for the writer{f' on {piece.node}' if piece.node else ''}; if it has died, save again"
@@ -133,7 +133,7 @@ def latest(completeness: Completeness, fid: int, found: list[Checkpoint], at: Bo
             continue
         if checkpoint.restartable is not None and checkpoint.restartable >= at:
             return {"done": True, "path": os.fsdecode(checkpoint.path), "certain": not unreadable, "reason": unreadable}
-        cannot = [p for p in checkpoint.missing if "cannot be read" in p.reason]
+        cannot = [p for p in checkpoint.missing if UNREADABLE in p.reason]
         if cannot:
             unreadable = f"{os.fsdecode(checkpoint.path)}: {cannot[0].reason}"
     if not found:

@@ -18,9 +18,9 @@ import trio
 
 from cachexfs import control_explain, control_recovery
 from cachexfs.core.boundary import Boundary
-from cachexfs.core.records import ROOT_FID, Inode, OpKind
+from cachexfs.core.records import ROOT_FID, Inode, Op, OpKind
 from cachexfs.engine.attributes import rfc3339
-from cachexfs.engine.completeness import Checkpoint
+from cachexfs.engine.completeness import BEING_WRITTEN, Checkpoint
 from cachexfs.engine.parts import Parts
 from cachexfs.engine.refresh import Refresher
 from cachexfs.errors import EXIT_CANNOT_TELL, EXIT_NO, EXIT_TIMEOUT, EXIT_USAGE, CacheXError, CannotTellError, FsError
@@ -220,7 +220,7 @@ class ControlServer:
             ],
             "partner": partners[0] if partners else None,
             "protected": len(partners) >= node.replica_count,
-            "pfs_state": pfs_state, "pfs_error": getattr(node.pfs, "error", "") or "",
+            "pfs_state": pfs_state, "pfs_error": node.pfs.error if node.pfs is not None else "",
             "staging_used": node.staging.used_bytes, "staging_limit": node.staging.limit_bytes,
             "nvme_used": node.replicas.used_bytes if node.replicas is not None else 0,
             "pending_bytes": drainer.pending_bytes(), "pending_ops": view.op_count,
@@ -232,7 +232,7 @@ class ControlServer:
     def _checkpoint(self, found: Checkpoint) -> Answer:
         records = [(child, inode) for _, child, inode in self.completeness.walk(found.fid)]
         stage = min((self.node.boundary(f, i) for f, i in records), default=Boundary.PFS)
-        if any(piece.reason == "is being written" for piece in found.missing):
+        if any(piece.reason == BEING_WRITTEN for piece in found.missing):
             stage = Boundary.WRITING
         return {
             "path": _text(found.path), "format": found.format, "stage": stage.label,
@@ -385,7 +385,7 @@ class ControlServer:
             await send({"progress": self._left()})
             await trio.sleep(POLL_S)
 
-    def _undrained(self) -> list[tuple[bytes, Any]]:
+    def _undrained(self) -> list[tuple[bytes, Op]]:
         return self.parts.drainer.own_pending()
 
     def _left(self) -> Answer:

@@ -16,7 +16,8 @@ from pathlib import Path
 import trio
 
 from cachexfs.core.commitfiles import is_commit_name, is_pointer_name
-from cachexfs.core.records import AnyRecord, Inode
+from cachexfs.core.records import Inode
+from cachexfs.core.replica import Applied
 from cachexfs.engine.completeness import Completeness
 from cachexfs.engine.node import Node
 from cachexfs.errors import CacheXError
@@ -49,7 +50,7 @@ class Forecast:
         leg = "partner" if boundary == "partner" else "drain" if self.node.replica_count else "direct"
         return self._online.eta_s(leg, float(max(size, 1)))
 
-    def notice(self, changes: list[tuple[bytes, AnyRecord | None, AnyRecord | None]]) -> None:
+    def notice(self, changes: Applied) -> None:
         """Catalogue listener."""
         for key, old, new in changes:
             if not isinstance(new, Inode) or not isinstance(old, Inode) or new.origin != self.node.name:

@@ -6,12 +6,12 @@ Role: daemon layer, without state. Nothing here touches a path inside the mount:
 from __future__ import annotations
 
 import logging
-import os
 from pathlib import Path
 
 import pyfuse3
 import trio
 
+from cachexfs import mountinfo
 from cachexfs.config import MountOptions
 from cachexfs.errors import CannotTellError
 from cachexfs.frontend.fuse import Operations
@@ -46,13 +46,8 @@ def _fsname(pfs: str) -> str:
 
 def device(mountpoint: str) -> str:
     """major:minor of a mount, read from the kernel's table; "" when nothing is mounted there."""
-    found = ""
-    with open("/proc/self/mountinfo", "rb") as table:
-        for line in table:
-            fields = line.split(b" ")
-            if fields[4].decode("unicode_escape").encode("latin-1") == os.fsencode(mountpoint):
-                found = fields[2].decode()
-    return found
+    found = [mount.device for mount in mountinfo.read() if mount.mountpoint == mountpoint]
+    return found[-1] if found else ""
 
 
 async def read_ahead(mountpoint: str) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import stat
 
+from cachexfs import mountinfo
 from cachexfs.errors import UsageError
 
 
@@ -64,12 +65,12 @@ def is_on_disk(directory: str, root: str = "/") -> bool:
         device = os.stat(directory).st_dev
     except OSError:
         return False
-    for line in _text(os.path.join(root, "proc/self/mountinfo")).splitlines():
-        fields, _, described = line.partition(" - ")
-        major, minor = fields.split()[2].split(":")
-        if os.makedev(int(major), int(minor)) == device:
-            return described.split()[0] in _DISKS
-    return False
+    number = f"{os.major(device)}:{os.minor(device)}"
+    try:
+        found = mountinfo.read(os.path.join(root, "proc/self/mountinfo"))
+    except OSError:
+        return False
+    return next((mount.kind in _DISKS for mount in found if mount.device == number), False)
 
 
 def is_own(directory: str) -> bool:

@@ -17,6 +17,7 @@ import socket
 
 import trio
 
+from cachexfs import mountinfo
 from cachexfs.core.digest import DIGEST_BYTES, Buffer, block_digest
 from cachexfs.core.messages import Message
 from cachexfs.core.wire import Authenticated, Connection, Received
@@ -181,12 +182,7 @@ def _sendfile_some(sock_fd: int, fd: int, offset: int, count: int) -> int:
 def is_in_memory(device: int) -> bool:
     """A tmpfs, by its ``st_dev``: reading it never waits for a disk, so it may be done in the trio thread."""
     number = f"{os.major(device)}:{os.minor(device)}"
-    with open("/proc/self/mountinfo", "rb") as mounts:
-        for line in mounts:
-            fields = line.split()
-            if fields[2] == number.encode():
-                return fields[fields.index(b"-") + 1] in (b"tmpfs", b"ramfs")
-    return False
+    return next((mount.kind in ("tmpfs", "ramfs") for mount in mountinfo.read() if mount.device == number), False)
 
 
 def _set_options(sock: trio.socket.SocketType, stall_s: float) -> None:

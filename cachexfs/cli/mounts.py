@@ -16,13 +16,13 @@ from dataclasses import dataclass
 
 import msgspec
 
+from cachexfs import mountinfo
 from cachexfs.config import RUNTIME_DIR_ROOT, default_runtime_dir
 from cachexfs.errors import CannotTellError
 from cachexfs.registration import Entry
 
 FUSE_TYPE = "fuse.cachex"
-MOUNTINFO = "/proc/self/mountinfo"
-_ESCAPE = re.compile(rb"\\([0-7]{3})")
+MOUNTINFO = mountinfo.PATH
 SYMLINKS_MAX = 40
 SMALL_BYTES_MAX = 1 << 20
 
@@ -46,26 +46,17 @@ class Found:
     relative: str
 
 
-def _unescape(field: bytes) -> str:
-    return os.fsdecode(_ESCAPE.sub(lambda match: bytes([int(match.group(1), 8)]), field))
-
-
 def parse_mountinfo(data: bytes) -> tuple[list[KernelMount], set[str]]:
     """(our mounts that are not covered by a later one, all mount points) of a mountinfo file."""
     ours: dict[str, KernelMount] = {}
     points: set[str] = set()
-    for line in data.splitlines():
-        before, _, after = line.partition(b" - ")
-        fields, rest = before.split(b" "), after.split(b" ")
-        if len(fields) < 6 or len(rest) < 2:
-            continue
-        mountpoint = _unescape(fields[4])
-        points.add(mountpoint)
-        ours.pop(mountpoint, None)
-        if os.fsdecode(rest[0]).startswith(FUSE_TYPE):
-            owner = re.search(rb"\buser_id=(\d+)", rest[2]) if len(rest) > 2 else None
-            ours[mountpoint] = KernelMount(
-                mountpoint, fields[2].decode(), _unescape(rest[1]), int(owner.group(1)) if owner else 0
+    for mount in mountinfo.parse(data):
+        points.add(mount.mountpoint)
+        ours.pop(mount.mountpoint, None)
+        if mount.kind.startswith(FUSE_TYPE):
+            owner = re.search(r"\buser_id=(\d+)", mount.options)
+            ours[mount.mountpoint] = KernelMount(
+                mount.mountpoint, mount.device, mount.source, int(owner.group(1)) if owner else 0
             )
     return list(ours.values()), points
 

@@ -27,7 +27,7 @@ _INDEX_SUFFIX = b".index.json"
 _SUCCESS = b"commit_success"
 UNFINISHED = b"-unfinished"
 
-_POINTER_BYTES_MAX = 4096
+POINTER_BYTES_MAX = 4096
 _COMPONENT_BYTES_MAX = 255
 _ITERATION_DIGITS_MAX = 18
 _MEGATRON_DIGITS = 7  # iter_0000100; more digits grow the name
@@ -57,7 +57,7 @@ def pointer_target(name: bytes, data: bytes) -> bytes | None:
     ``release`` (Megatron). White space around it does not count. None: not intelligible, empty, absolute,
     or out of the directory.
     """
-    if len(data) > _POINTER_BYTES_MAX:
+    if len(data) > POINTER_BYTES_MAX:
         return None
     text = data.strip()
     if name == b"latest_checkpointed_iteration.txt":

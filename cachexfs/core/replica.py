@@ -42,6 +42,9 @@ from cachexfs.core.records import (
     times_key,
 )
 
+Applied = list[tuple[bytes, AnyRecord | None, AnyRecord | None]]
+"""(key, old record, new record) of each change of one revision; None: no such key before, or after."""
+
 
 class Entry(msgspec.Struct, frozen=True, gc=False):
     """A record with the revisions of its creation and last change.
@@ -257,7 +260,7 @@ class Replica:
         return found.record if found and isinstance(found.record, Job) else None
 
     # ---- changing
-    def apply(self, revision: int, changes: Iterable[Change]) -> list[tuple[bytes, AnyRecord | None, AnyRecord | None]]:
+    def apply(self, revision: int, changes: Iterable[Change]) -> Applied:
         """Take over the changes of one revision; returns (key, old, new) of each.
 
         Raises ``ValueError`` for a value that is not a record or a revision that does not grow.
@@ -481,6 +484,7 @@ class Tx:
 _SAME = object()
 
 __all__ = [
+    "Applied",
     "Change",
     "Entry",
     "Guard",

@@ -21,8 +21,8 @@ from cachexfs.core.changes import Ctx
 from cachexfs.core.claims import Successor
 from cachexfs.core.order import ancestors, parent_of, paths_of
 from cachexfs.core.records import AnyRecord, Inode, Op, OpKind
-from cachexfs.core.replica import Tx
-from cachexfs.engine.completeness import Checkpoint, Completeness
+from cachexfs.core.replica import Applied, Tx
+from cachexfs.engine.completeness import UNREADABLE_NOW, Checkpoint, Completeness
 from cachexfs.engine.drain import Drainer
 from cachexfs.engine.node import Node
 from cachexfs.errors import CacheXError, CannotTellError
@@ -57,7 +57,7 @@ class Claims:
             if key.startswith((b"i/", b"p/")):
                 self._notice(key, None, entry.record)
 
-    def notice(self, changes: list[tuple[bytes, AnyRecord | None, AnyRecord | None]]) -> None:
+    def notice(self, changes: Applied) -> None:
         """Catalogue listener."""
         for key, old, new in changes:
             self._notice(key, old, new)
@@ -197,7 +197,7 @@ class Claims:
         if pfs is None or pfs.state != "ok":
             raise CannotTellError("the PFS does not answer")
         found = await self.completeness.checkpoint(names[0][0])
-        if found is not None and any("cannot be read now" in piece.reason for piece in found.missing):
+        if found is not None and any(UNREADABLE_NOW in piece.reason for piece in found.missing):
             raise CannotTellError("the commit file cannot be read now")
         return found if found is not None and names[0][1] in found.needs else None
 

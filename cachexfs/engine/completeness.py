@@ -32,6 +32,10 @@ FILES_MAX = 500_000
 CACHE_MAX = 256
 THREAD_BYTES_MAX = 256 << 10  # 20 ms of parsing; a thread that runs Python longer is felt by every request
 PATIENCE_S = 5.0  # of an application that asks for an attribute
+#: Reasons of a ``Piece`` that others look for.
+BEING_WRITTEN = "is being written"
+UNREADABLE = "cannot be read"  # by what it holds
+UNREADABLE_NOW = "cannot be read now"  # by who holds it
 LATER_S = 30.0  # before what could not be read is tried again
 
 
@@ -211,7 +215,7 @@ class Completeness:
             fid, inode = tree[name]
             vnode = self.files.known(fid)
             if inode.writing or (vnode is not None and vnode.dirty):
-                result.missing.append(Piece(name, inode.writing or node.name, "is being written"))
+                result.missing.append(Piece(name, inode.writing or node.name, BEING_WRITTEN))
                 continue
             generation = view.generation(fid)
             foreign = generation is not None and generation.origin
@@ -229,9 +233,7 @@ class Completeness:
     def _why_lost(self, fid: int, inode: Inode) -> str:
         dead = [c.node for c in inode.copies if not self.node.valid(c)]
         state = self.node.pfs.state if self.node.pfs is not None else "offline"
-        on_pfs = (
-            f"its copy on the PFS cannot be read now ({state})" if self.node.on_pfs(fid, inode) else "not on the PFS"
-        )
+        on_pfs = f"its copy on the PFS {UNREADABLE_NOW} ({state})" if self.node.on_pfs(fid, inode) else "not on the PFS"
         return f"no live copy: held by {', '.join(dead) or 'nobody'}; {on_pfs}"
 
     def _sum(self, result: Checkpoint, tree: dict[bytes, tuple[int, Inode]], needed: set[bytes]) -> None:
@@ -271,7 +273,7 @@ class Completeness:
         if reading.done.is_set():
             return reading.result
         waited_s = self.node.clock.now_s() - reading.began_s
-        return f"cannot be read now: it is large and being read (for {waited_s:.0f} s)"
+        return f"{UNREADABLE_NOW}: it is large and being read (for {waited_s:.0f} s)"
 
     async def _read(self, key: _Key, reading: _Reading, tree: dict[bytes, tuple[int, Inode]]) -> None:
         """Parse the commit files of a directory; what is found is kept, what may go better later is not."""
@@ -279,9 +281,9 @@ class Completeness:
             members = await self._parse(tree)
             reading.result = members if members is not None else "no commit file"
         except FormatError as error:
-            reading.result = f"cannot be read: {error}"
+            reading.result = f"{UNREADABLE}: {error}"
         except (CacheXError, OSError) as error:
-            reading.result = f"cannot be read now: {error}"
+            reading.result = f"{UNREADABLE_NOW}: {error}"
             reading.ended_s = self.node.clock.now_s()
             return
         finally:
@@ -370,7 +372,7 @@ class _Reading:
 
     began_s: float
     done: trio.Event = field(default_factory=trio.Event)
-    result: Members | str = "cannot be read now"
+    result: Members | str = UNREADABLE_NOW
     ended_s: float = 0.0
 
 

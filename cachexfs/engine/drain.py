@@ -28,7 +28,7 @@ from cachexfs.core.changes import errno_name
 from cachexfs.core.order import Seq
 from cachexfs.core.records import AnyRecord, Inode, Life, Op, OpKind
 from cachexfs.core.records import Node as NodeRecord
-from cachexfs.core.replica import Tx
+from cachexfs.core.replica import Applied, Tx
 from cachexfs.core.waits import Waits
 from cachexfs.engine.content import Reader
 from cachexfs.engine.drain_files import RETRY_FIRST_S, RETRY_MAX_S, DrainFiles, Progress
@@ -127,7 +127,7 @@ class Drainer:
         for key, op, created in self.node.catalogue.view.ops():
             self._consider(*self.waits.put(key, created, op))
 
-    def notice(self, changes: list[tuple[bytes, AnyRecord | None, AnyRecord | None]]) -> None:
+    def notice(self, changes: Applied) -> None:
         """Catalogue listener."""
         view = self.node.catalogue.view
         for key, old, new in changes:

@@ -19,8 +19,8 @@ import trio
 
 from cachexfs.core import records as rec
 from cachexfs.core.changes import finish_op
-from cachexfs.core.records import AnyRecord, Generation, Inode, Op, OpKind, PfsCopy
-from cachexfs.core.replica import Tx
+from cachexfs.core.records import Generation, Inode, Op, OpKind, PfsCopy
+from cachexfs.core.replica import Applied, Tx
 from cachexfs.engine.interfaces import Pfs, PfsAttrs, PfsStat
 from cachexfs.engine.node import Node
 from cachexfs.engine.recover import check_stage
@@ -72,7 +72,7 @@ class DrainFiles:
             await self._clean_up()
             await trio.sleep_forever()
 
-    def notice(self, changes: list[tuple[bytes, AnyRecord | None, AnyRecord | None]]) -> None:
+    def notice(self, changes: Applied) -> None:
         """Catalogue listener: files that are gone."""
         for key, old, new in changes:
             if isinstance(old, Inode) and new is None and int(key[2:], 16) in self._made and self._nursery:

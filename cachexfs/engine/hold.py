@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterator
 import trio
 
 from cachexfs.core import publication
-from cachexfs.core.records import AnyRecord, Generation, Inode, Op
-from cachexfs.core.replica import Tx
+from cachexfs.core.records import Generation, Inode, Op
+from cachexfs.core.replica import Applied, Tx
 from cachexfs.core.stages import parse_stage
 from cachexfs.engine.files import Files
 from cachexfs.engine.fill import Fills
@@ -54,7 +54,7 @@ class Keeper:
                     self.check(stage)
             await trio.sleep_forever()
 
-    def notice(self, changes: list[tuple[bytes, AnyRecord | None, AnyRecord | None]]) -> None:
+    def notice(self, changes: Applied) -> None:
         """Catalogue listener: something that referred to bytes may have gone."""
         stages: dict[str, None] = {}
         for key, old, new in changes:

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from cachexfs.core.formats import Members
-from cachexfs.core.records import AnyRecord, Copy, Generation
-from cachexfs.core.replica import Replica, Tx
+from cachexfs.core.records import Copy, Generation
+from cachexfs.core.replica import Applied, Replica, Tx
 
 if TYPE_CHECKING:
     from cachexfs.engine.vnode import Vnode
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 #: Called in the trio thread, synchronously, after each applied revision: [(key, old, new), ...].
-Listener = Callable[[list[tuple[bytes, AnyRecord | None, AnyRecord | None]]], None]
+Listener = Callable[[Applied], None]
 
 
 class Catalogue(Protocol):
@@ -159,6 +159,11 @@ class Pfs(Protocol):
     @property
     def state(self) -> str:
         """How the PFS answered last."""
+        ...
+
+    @property
+    def error(self) -> str:
+        """Why ``state`` is not "ok"; empty when it is."""
         ...
 
     async def prepare(

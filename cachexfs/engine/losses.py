@@ -14,8 +14,9 @@ import logging
 
 from cachexfs.core.boundary import Boundary
 from cachexfs.core.order import lists_members
-from cachexfs.core.records import AnyRecord, Inode, Life
+from cachexfs.core.records import Inode, Life
 from cachexfs.core.records import Node as NodeRecord
+from cachexfs.core.replica import Applied
 from cachexfs.engine.completeness import Completeness
 from cachexfs.engine.node import Node
 from cachexfs.errors import CacheXError
@@ -38,7 +39,7 @@ class Losses:
         """Take in the state when the engine starts."""
         self._look_at_all()
 
-    def notice(self, changes: list[tuple[bytes, AnyRecord | None, AnyRecord | None]]) -> None:
+    def notice(self, changes: Applied) -> None:
         """Catalogue listener."""
         for key, old, new in changes:
             if isinstance(old or new, Life | NodeRecord):

@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 
 STALE_AFTER_S = 5.0
 MEMBERS_PATIENCE_S = 10.0
-COMMIT_BYTES_MAX = 64 << 20  # a rename waits for the partner's copy of files up to this size
+PROTECTED_BYTES_MAX = 64 << 20  # a rename waits for the partner's copy of files up to this size
 
 
 class Names:
@@ -234,7 +234,7 @@ class Names:
         inode, vnode = self.node.catalogue.view.inode(fid), self.files.known(fid)
         if self.node.options.fsync == "returned" or not self.node.partners():
             return
-        if inode is None or inode.size > COMMIT_BYTES_MAX or (vnode is not None and vnode.dirty):
+        if inode is None or inode.size > PROTECTED_BYTES_MAX or (vnode is not None and vnode.dirty):
             return
         if self.node.boundary(fid, inode) != Boundary.RETURNED:
             return

@@ -13,7 +13,7 @@ import os
 from collections.abc import Callable
 
 from cachexfs.core import namespace, publication
-from cachexfs.core.commitfiles import is_pointer_name, pointer_target
+from cachexfs.core.commitfiles import POINTER_BYTES_MAX, is_pointer_name, pointer_target
 from cachexfs.core.order import parent_of
 from cachexfs.core.publication import Content
 from cachexfs.core.records import Copy, Generation
@@ -23,7 +23,6 @@ from cachexfs.engine.passing import Passing
 from cachexfs.engine.vnode import Handle, Vnode
 from cachexfs.engine.writing import check_size
 
-POINTER_BYTES_MAX = 4096
 DIGEST_AT_ONCE_BYTES_MAX = 1 << 20  # hashing so little costs less than telling the digest later
 Digests = tuple[bytes, bytes, list[bytes]]
 

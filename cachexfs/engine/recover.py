@@ -18,8 +18,8 @@ import trio
 from cachexfs.core import publication
 from cachexfs.core import records as rec
 from cachexfs.core.publication import Content
-from cachexfs.core.records import AnyRecord, Copy, Inode, Life
-from cachexfs.core.replica import Tx
+from cachexfs.core.records import Copy, Inode, Life
+from cachexfs.core.replica import Applied, Tx
 from cachexfs.core.stages import parse_stage
 from cachexfs.engine.files import Files
 from cachexfs.engine.hold import Keeper
@@ -222,7 +222,7 @@ async def _publish(node: Node, stage: str, fid: int, base: int, size: int) -> No
         log.info("published %s as its daemon's death left it: %d bytes", stage, size)
 
 
-def _clear_writing(fid: int, name: str):  # type: ignore[no-untyped-def]
+def _clear_writing(fid: int, name: str) -> Callable[[Tx], None]:
     def clear(tx: Tx) -> None:
         inode = tx.inode(fid)
         if inode is not None and inode.writing == name:
@@ -251,7 +251,7 @@ class Takeover:
         self._dead: set[str] = set()
         self._wake = trio.Event()
 
-    def notice(self, changes: list[tuple[bytes, AnyRecord | None, AnyRecord | None]]) -> None:
+    def notice(self, changes: Applied) -> None:
         """Catalogue listener: a lease has ended."""
         for _, old, new in changes:
             if isinstance(old, Life) and new is None:

@@ -21,10 +21,11 @@ import trio
 from cachexfs.core import manifest as manifests
 from cachexfs.core import publication
 from cachexfs.core import records as rec
-from cachexfs.core.commitfiles import is_commit_name, is_pointer_name, pointer_target
+from cachexfs.core.commitfiles import POINTER_BYTES_MAX, is_commit_name, is_pointer_name, pointer_target
 from cachexfs.core.digest import BLOCK_BYTES, block_digest
 from cachexfs.core.manifest import MEMBERS_MAX, Base, Manifest, Member
-from cachexfs.core.records import ROOT_FID, AnyRecord, Copy, Dirent, Generation, Inode, Life
+from cachexfs.core.records import ROOT_FID, Copy, Dirent, Generation, Inode, Life
+from cachexfs.core.replica import Applied
 from cachexfs.engine.content import Reader
 from cachexfs.engine.files import Files
 from cachexfs.engine.interfaces import Synced
@@ -41,7 +42,6 @@ RETRY_FIRST_S, RETRY_MAX_S = 0.25, 10.0
 COMMIT_DEADLINE_S = 120.0
 PAST_MAX = 10_000
 RENEW_AGAIN_S = 0.5
-POINTER_BYTES_MAX = 4096
 
 
 @dataclass(slots=True)
@@ -74,7 +74,7 @@ class Replicator:
         self.sent_bytes = 0
 
     # ---- what is wanted
-    def notice(self, changes: list[tuple[bytes, AnyRecord | None, AnyRecord | None]]) -> None:
+    def notice(self, changes: Applied) -> None:
         """Catalogue listener: contents that changed, nodes that came or went."""
         self._note_past(changes)
         for key, old, new in changes:
@@ -89,7 +89,7 @@ class Replicator:
         self._changed.set()
         self._changed = trio.Event()
 
-    def _note_past(self, changes: list[tuple[bytes, AnyRecord | None, AnyRecord | None]]) -> None:
+    def _note_past(self, changes: Applied) -> None:
         """Files that the PFS has were removed or replaced: what takes such a name is based on that file.
 
         Not those that were moved: there the PFS may have their only bytes.

@@ -16,7 +16,8 @@ import trio
 from cachexfs.core.boundary import Boundary
 from cachexfs.core.commitfiles import step_of
 from cachexfs.core.order import parent_of
-from cachexfs.core.records import ROOT_FID, AnyRecord, Op, OpKind
+from cachexfs.core.records import ROOT_FID, Op, OpKind
+from cachexfs.core.replica import Applied
 from cachexfs.engine.completeness import Checkpoint, Completeness
 from cachexfs.engine.hold import Keeper
 from cachexfs.engine.node import Node
@@ -37,7 +38,7 @@ class Retention:
         self._series: dict[bytes, None] = {}  # directories of checkpoints that may have one too many
         self._wake = trio.Event()
 
-    def notice(self, changes: list[tuple[bytes, AnyRecord | None, AnyRecord | None]]) -> None:
+    def notice(self, changes: Applied) -> None:
         """Catalogue listener: a commit operation has landed."""
         for _, old, new in changes:
             if isinstance(old, Op) and new is None and old.commit and old.kind in (OpKind.PUT, OpKind.RENAME):

@@ -61,7 +61,7 @@ class SimPfs:
         self._prepared: dict[str, tuple[int, int]] = {}
         self._notes: dict[tuple[str, bytes, bytes], int] = {}
         self._busy: dict[bytes, int] = {}
-        self.state = "ok"
+        self.state, self.error = "ok", ""
         self.dead = False
         self.trace: Callable[[str], None] = lambda text: None
 
