@@ -67,7 +67,11 @@ class BoundaryWatcher:
         self._thread.join()
 
     def wait(self, timeout_s: float) -> None:
-        """Until the checkpoint and all of its files are at ``pfs``. Raises ``NotDurableError`` at the deadline."""
+        """Until all files and the checkpoint claim every boundary. Raises ``NotDurableError`` at the deadline.
+
+        ``pfs`` alone is not the end: a file may land there before its copy is at the partner, or while a lost partner's
+        copy is made anew.
+        """
         settled = self._settled.wait(timeout_s)
         if self._error:
             raise self._error
@@ -75,8 +79,8 @@ class BoundaryWatcher:
             held = [f"{name} {list(stages)[-1]}" for name, stages in self.seen.stages.items() if "pfs" not in stages]
             shown = ", ".join(self.seen.restartable) or "nothing"
             raise NotDurableError(
-                f"not all of {self.directory} is on the PFS after {timeout_s:.0f} s: restartable has been {shown}; "
-                f"below pfs: {', '.join(held) or 'no file'}"
+                f"not all of {self.directory} has reached every boundary after {timeout_s:.0f} s: restartable has been "
+                f"{shown}; below pfs: {', '.join(held) or 'no file'}; without a claim: {', '.join(self._unclaimed())}"
             )
 
     def times(self) -> list[FileTimes]:
@@ -96,7 +100,7 @@ class BoundaryWatcher:
                     return
 
     def _look(self) -> bool:
-        """One look at everything that is not at ``pfs`` yet. True when the checkpoint and all files are."""
+        """One look at everything that is not at ``pfs`` yet. True when all claims are there, the checkpoint's too."""
         self.seen.looks += 1
         value = xattr(self.directory, "restartable")  # before the listing: what it speaks of is then listed
         if value:
@@ -107,7 +111,17 @@ class BoundaryWatcher:
         for name in names:
             if "pfs" not in self.seen.stages.get(name, {}):
                 self._note(name)
-        return value == "pfs" and all("pfs" in stages for stages in self.seen.stages.values())
+        at_pfs = value == "pfs" and all("pfs" in stages for stages in self.seen.stages.values())
+        return at_pfs and not self._unclaimed()
+
+    def _unclaimed(self) -> list[str]:
+        """The boundaries that somebody does not claim (``NAME t.BOUNDARY``); ``.`` is the checkpoint."""
+        return [
+            f"{name} t.{boundary}"
+            for name in (*self.seen.stages, ".")
+            for boundary in BOUNDARIES
+            if not xattr(self.directory / name, f"t.{boundary}")
+        ]
 
     def _note(self, name: str) -> None:
         try:
