@@ -6,7 +6,7 @@
 #   make bench, make bench-model    measurements       make install a copy in PREFIX (/opt/cachexfs), linked into the PATH
 SHELL := /bin/bash
 PY := .venv/bin/python
-PYTHON ?= python3
+PYTHON ?=
 PREFIX ?= /opt/cachexfs
 BINDIR ?= /usr/local/bin
 SBINDIR ?= /sbin
@@ -69,14 +69,14 @@ bench-model: venv
 
 # For a cluster: PREFIX on a directory that all nodes see or have; without torch and without the tools of development.
 install: system
-	$(PYTHON) -m venv $(PREFIX)
-	$(PREFIX)/bin/python -m pip install -q --upgrade .
+	PYTHON="$(PYTHON)" VENV="$(PREFIX)" tools/setup.sh prefix
 	mkdir -p $(BINDIR) $(SBINDIR) $(PREFIX)/libexec
 	install -m 755 mount_helpers/slurm/{prolog,epilog,common}.sh $(PREFIX)/libexec/
 	ln -sfn $(PREFIX)/bin/cachexfs $(BINDIR)/cachexfs
 	ln -sfn $(PREFIX)/bin/mount.cachexfs $(SBINDIR)/mount.cachexfs
 	install -Dm 644 -t $(MANDIR)/man1 docs/man/*.1
 	install -Dm 644 -t $(MANDIR)/man8 docs/man/*.8
+	@echo "installed: $(BINDIR)/cachexfs, $(SBINDIR)/mount.cachexfs, manuals below $(MANDIR), Slurm scripts in $(PREFIX)/libexec"
 
 # For a developer: mount(8) finds this checkout.
 install-helpers: venv

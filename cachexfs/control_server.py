@@ -132,13 +132,16 @@ class ControlServer:
             await self.parts.importer.ensure(fid)
             entry = view.lookup(fid, part)
             if entry is None:
-                raise _NotFound(f"{path}: no such file or directory in the mount")
+                raise _NotFound(f"'{self._absolute(path)}' does not exist")
             fid = entry.fid
         await self.parts.importer.ensure(fid)
         inode = view.inode(fid)
         if inode is None:
-            raise _NotFound(f"{path}: was removed")
+            raise _NotFound(f"'{self._absolute(path)}' was removed")
         return fid, inode
+
+    def _absolute(self, path: str | None) -> str:
+        return os.path.join(self.node.options.mountpoint, path or "")
 
     async def _alive(self, send: Send, work: Callable[[], Awaitable[T]]) -> T:
         """The result of ``work()``; while it takes long, the client is told that the daemon lives."""

@@ -1,8 +1,8 @@
 #!/bin/bash
-# setup.sh system|test-system|slurm|venv   makes a bare Debian machine able to build and run the project; no-op where it is
+# setup.sh system|test-system|slurm|venv|prefix   makes a bare Debian machine able to build and run the project; no-op where it is
 # already. Called by the Makefile. Root, or a user who may sudo, is needed only where a package is missing.
 #   PYTHON  the interpreter for the virtual environment (default: the first of python3, python3.14 ... python3.11 that is 3.11+)
-#   VENV    where that is (.venv)
+#   VENV    where that is (.venv; of prefix: the directory to install in)
 set -euo pipefail
 cd "$(dirname "$0")/.."
 VENV=${VENV:-.venv}
@@ -99,9 +99,29 @@ PY
   )
   if [ -x "$VENV/bin/python" ] && [ "$(cat $STAMPS/venv 2>/dev/null)" = "$wanted" ]; then return; fi
   [ -x "$VENV/bin/python" ] || make_venv "$python" || die "cannot make a virtual environment with $python"
-  say "installing the Python packages into $VENV"
+  say "installing the Python packages into $VENV (PyTorch is one of them: over 1 GB, some minutes)"
   "$VENV/bin/python" -m pip install -q --disable-pip-version-check -e '.[dev]' </dev/null || die "pip failed (no network?)"
   echo "$wanted" >$STAMPS/venv
+}
+
+# Root installs for all users: an interpreter below root's home would be nobody else's.
+runs_for_all() {
+  [ "$(id -u)" != 0 ] || setpriv --reuid=65534 --regid=65534 --clear-groups "$(readlink -f "$1")" -c '' 2>/dev/null
+}
+prefix() {
+  local python candidate; python=$(find_python) || die "no Python 3.11 or later: apt-get install python3, or give PYTHON="
+  if ! runs_for_all "$python"; then
+    [ -z "${PYTHON:-}" ] || die "other users cannot run $python ($(readlink -f "$python")): give another PYTHON="
+    candidate=$(PYTHON=/usr/bin/python3 find_python) && runs_for_all "$candidate" ||
+      die "other users cannot run $python ($(readlink -f "$python")), and /usr/bin/python3 is not 3.11 or later: give PYTHON="
+    say "other users cannot run $python: taking $candidate"
+    python=$candidate
+    if ! has_headers "$python"; then ( install python3-dev python3-venv ); fi
+  fi
+  [ -x "$VENV/bin/python" ] && runs_for_all "$VENV/bin/python" || { rm -rf "$VENV/bin/python"*; make_venv "$python"; } ||
+    die "cannot make a virtual environment with $python"
+  say "installing into $VENV, with $python"
+  "$VENV/bin/python" -m pip install -q --disable-pip-version-check --upgrade . </dev/null || die "pip failed (no network?)"
 }
 
 case ${1:-} in
@@ -109,5 +129,6 @@ case ${1:-} in
   test-system) system; need strace strace; slurm; shared_filesystems; finish ;;
   slurm) slurm; finish ;;
   venv) venv ;;
+  prefix) prefix ;;
   *) sed -n 2,6p "$0"; exit 2 ;;
 esac

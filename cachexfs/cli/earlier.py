@@ -10,7 +10,7 @@ import json
 import time
 
 from cachexfs.cli import client, mounts
-from cachexfs.cli.output import write_error
+from cachexfs.cli.output import write_warning
 from cachexfs.cli.protocol import Unmounted
 from cachexfs.config import MountOptions
 from cachexfs.errors import CannotTellError, UsageError
@@ -46,7 +46,7 @@ def end_earlier(options: MountOptions) -> None:
             f"process {entry.pid} still drains an earlier mount of {options.mountpoint} (of {entry.pfs}, {pending}): "
             "wait until it ends, or mount with the same directory, staging, node and job to go on with it"
         )
-    write_error(f"warning: an earlier mount of {options.mountpoint} has {pending}: this one goes on with them")
+    write_warning(f"an earlier mount of {options.mountpoint} has {pending}: this one goes on with them")
     try:
         client.ask(entry, {"op": "umount", "abandon": True}, Unmounted)
     except client.DeadDaemonError:

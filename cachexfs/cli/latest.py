@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-import sys
 
 import click
 
 from cachexfs.cli import client, mounts
 from cachexfs.cli.child import run_in_child
-from cachexfs.cli.output import shown, write, write_error, write_json
+from cachexfs.cli.output import write, write_error, write_json, write_warning
 from cachexfs.cli.protocol import Latest
 from cachexfs.errors import EXIT_CANNOT_TELL, EXIT_DONE, EXIT_NO, CannotTellError
 
@@ -46,7 +45,7 @@ def command(directory: str, boundary: str | None, below: int | None, as_json: bo
     if not as_json:
         write(answer.path)
         if answer.reason:
-            print(f"cachexfs: warning: newer ones cannot be judged: {shown(answer.reason)}", file=sys.stderr)
+            write_warning(f"newer ones cannot be judged: {answer.reason}")
     return EXIT_DONE
 
 

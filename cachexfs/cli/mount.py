@@ -28,8 +28,9 @@ from cachexfs.cli.mount_checks import (
     clear_mountpoint,
     detach,
 )
-from cachexfs.cli.options import OPTIONS, load_options
-from cachexfs.cli.output import write_error, write_json
+from cachexfs.cli.mount_help import EPILOG
+from cachexfs.cli.options import load_options
+from cachexfs.cli.output import write_json, write_warning
 from cachexfs.config import MountOptions, mount_id
 from cachexfs.errors import EXIT_DONE, CacheXError, CannotTellError, UsageError
 from cachexfs.mountpoint import protect, unprotect
@@ -47,8 +48,6 @@ class Ready(msgspec.Struct, frozen=True):
     error: str = ""
     exit: int = 4
 
-
-EPILOG = "Options (-o): " + ", ".join(OPTIONS) + ". They are described in cachexfs-mount(1)."
 
 
 @click.command("mount", epilog=EPILOG)
@@ -100,8 +99,8 @@ def command(
         check_address(options)
     for entry in others:
         if entry.pfs == options.pfs and entry.job != options.job and mounts.is_alive(entry.pid):
-            write_error(
-                f"warning: {options.pfs} is mounted at {entry.mountpoint} too, by another job: the two mounts do not "
+            write_warning(
+                f"{options.pfs} is mounted at {entry.mountpoint} too, by another job: the two mounts do not "
                 "see each other's changes"
             )
     if check:

@@ -37,6 +37,11 @@ def write_error(message: str) -> None:
     print(f"cachexfs: error: {shown(' '.join(message.split()))}", file=sys.stderr, flush=True)
 
 
+def write_warning(message: str) -> None:
+    """One line on stderr of a command that goes on."""
+    print(f"cachexfs: warning: {shown(' '.join(message.split()))}", file=sys.stderr, flush=True)
+
+
 def fail(error: CacheXError) -> NoReturn:
     """Print the error and end with its exit code."""
     write_error(str(error) or type(error).__name__)

@@ -23,7 +23,7 @@ from cachexfs.demo.screen import Screen
 from cachexfs.errors import EXIT_DONE, EXIT_NOT_DURABLE, UsageError
 
 NODES_MIN = 3  # the loss of one of two nodes leaves the catalogue without a majority
-STAGING_MIB_MIN = 256
+STAGING_MIB_MIN = 1024  # of which a passed writer wants 256 free
 
 
 @click.command("demo")

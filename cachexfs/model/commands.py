@@ -40,7 +40,7 @@ def need_numpy() -> None:
     """UsageError with the remedy when numpy or scipy is not installed."""
     missing = [name for name in ("numpy", "scipy") if importlib.util.find_spec(name) is None]
     if missing:
-        raise UsageError(f"{' and '.join(missing)} not installed: pip install 'cachexfs[model]'")
+        raise UsageError(f"{' and '.join(missing)} not installed: {sys.executable} -m pip install {' '.join(missing)}")
 
 
 def print_json(value: object) -> None:

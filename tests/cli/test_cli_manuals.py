@@ -10,6 +10,8 @@ import pytest
 
 import cachexfs
 from cachexfs.cli.main import COMMANDS, MODEL_COMMANDS, cli
+from cachexfs.cli.mount_help import MEANINGS
+from cachexfs.cli.options import OPTIONS
 
 DOCS = Path(cachexfs.__file__).parents[1] / "docs"
 NAMES = [*COMMANDS, *MODEL_COMMANDS]
@@ -66,3 +68,7 @@ def test_the_page_of_commands_names_only_what_exists() -> None:
         for line in text.splitlines():
             if line.startswith(f"| `cachexfs {name} "):
                 assert set(_OPTION.findall(line.partition("`")[2].partition("`")[0])) <= options_of(name), line
+
+
+def test_the_help_of_mount_names_each_option() -> None:
+    assert list(MEANINGS) == list(OPTIONS)

@@ -374,7 +374,7 @@ def test_without_numpy_one_clear_line(
         ["report", model, "--writers", "4", "--size", "1G", "--nodes", "4"],
     ):
         assert run(args) == 2
-        assert "numpy and scipy not installed: pip install 'cachexfs[model]'" in capfd.readouterr().err
+        assert f"numpy and scipy not installed: {sys.executable} -m pip install numpy scipy" in capfd.readouterr().err
 
 
 def test_registering_does_not_import_numpy() -> None:

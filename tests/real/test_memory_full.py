@@ -64,6 +64,15 @@ def small(request: pytest.FixtureRequest, make_cluster: Callable[..., LocalClust
     return cluster
 
 
+def test_what_is_on_the_pfs_stays_in_a_small_memory_that_has_room(small: LocalCluster) -> None:
+    first, second = (small.nodes[0].mountpoint / name for name in "ab")
+    put(first, of_memory(small, 0.4))
+    until_stage(first, "pfs")
+    put(second, 1)
+    until_stage(second, "pfs")
+    assert "memory" in (xattr(first, "holders") or "")
+
+
 def test_a_file_larger_than_staging_is_written_read_changed_and_drained(small: LocalCluster) -> None:
     path = small.nodes[0].mountpoint / "big"
     with pfs_away(small):
