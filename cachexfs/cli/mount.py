@@ -49,7 +49,6 @@ class Ready(msgspec.Struct, frozen=True):
     exit: int = 4
 
 
-
 @click.command("mount", epilog=EPILOG)
 @click.argument("pfs_dir")
 @click.argument("mountpoint")
