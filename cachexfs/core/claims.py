@@ -9,6 +9,7 @@ the commit file turns out to be whole with its new members: then it comes back a
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from enum import Enum
 
 import msgspec
@@ -65,6 +66,17 @@ def withdraw_commits(
         elif pending and not hold:
             release(tx, pending)
     return claimed
+
+
+def tear(tx: Tx, key: bytes, claimants: Collection[bytes]) -> None:
+    """The bytes of a removed file are gone, too: its PUT is given up, and commit files that claim it are not seen."""
+    if not isinstance(tx.read(key), Op):
+        return
+    tx.delete(key)
+    for other in claimants:
+        op = tx.read(other)
+        if isinstance(op, Op) and op.kind in _LANDS:
+            tx.put(other, msgspec.structs.replace(op, cancelled=True))
 
 
 def release(tx: Tx, key: bytes) -> bool:

@@ -202,8 +202,9 @@ def _remove_file(tx: Tx, ctx: Ctx, fid: int, path: bytes | None, *, claimed: boo
         op.kind in (OpKind.RENAME, OpKind.LINK) for _, op in pending
     )  # perhaps under an earlier name
     for key, op in pending:
-        if op.kind == OpKind.PUT and not op.cancelled and not claimed:
-            tx.put(key, msgspec.structs.replace(op, cancelled=True))
+        if op.kind == OpKind.PUT and not op.cancelled:
+            copies = inode.copies if op.gen == inode.gen else ()
+            tx.put(key, msgspec.structs.replace(op, cancelled=not claimed, copies=copies if claimed else ()))
     hidden = inode.pfs.hidden.encode() if inode.pfs is not None else b""
     if path is not None and (inode.pfs is not None or pending):
         op = Op(OpKind.UNLINK, path, ctx.node, fid=fid, path2=hidden, commit=True, below=parent_of(path))

@@ -217,19 +217,25 @@ class PendingOrder:
         Asked of a file that has been removed meanwhile: only then its bytes must land all the same. ``live`` says
         whether a file id still has a name: a commit file without one is not going to land either.
         """
+        return next(self.claimants(key, live), None) is not None
+
+    def claimants(self, key: bytes, live: Callable[[int], bool]) -> Iterator[tuple[bytes, frozenset[bytes]]]:
+        """These commit operations, each with the names that the file of ``key`` has at its time."""
         seq, put = self._ops[key]
         if lists_members(put.path.rpartition(b"/")[2]):
-            return False
-        removals = [s for s, op in self._ops.values() if op.fid == put.fid and op.kind == OpKind.UNLINK]
-        for other, op in self._ops.values():
-            if other <= seq or other > min(removals, default=other) or not op.commit:
-                continue
-            if op.kind not in (OpKind.PUT, OpKind.RENAME, OpKind.LINK):
-                continue
-            name = (op.path if op.kind == OpKind.PUT else op.path2).rpartition(b"/")[2]
-            if lists_members(name) and covers(op.below, put.path) and live(op.fid):
-                return True
-        return False
+            return
+        names = {put.path}
+        later = [(other, op) for other, op in self._ops.values() if other > seq and op.kind != OpKind.DIRATTR]
+        for other, op in sorted(later, key=lambda row: row[0]):
+            there, named = lands_at(op), frozenset[bytes]()
+            lists = op.commit and lists_members(there.rpartition(b"/")[2])
+            if lists and op.kind in (OpKind.PUT, OpKind.RENAME, OpKind.LINK) and live(op.fid):
+                named = frozenset(name for name in names if name != there and covers(op.below, name))
+            if named:
+                yield other[1], named
+            names = _names_after(op, put.fid, names)
+            if not names:
+                return
 
     def _first_of(
         self, *places: tuple[dict[bytes, _Queue], bytes], before: Seq | None, passing: Passing | None = None
@@ -256,6 +262,22 @@ class PendingOrder:
             if is_unfinished_marker(path.rpartition(b"/")[2]) or (path == op.path and _takes_claim(op)):
                 places.append((self._first, parent_of(path)))
         return places
+
+
+def _names_after(op: Op, fid: int, names: set[bytes]) -> set[bytes]:
+    """What an operation leaves of the names of a file."""
+    if op.kind == OpKind.RENAME:
+        old, new = op.path, op.path2
+        names = {
+            new + name[len(old) :] if covers(old, name) else name for name in names if op.fid == fid or name != new
+        }
+    elif op.kind == OpKind.LINK and op.fid == fid:
+        return names | {op.path2}
+    elif op.kind == OpKind.UNLINK or (
+        op.fid != fid and op.kind in (OpKind.PUT, OpKind.SYMLINK, OpKind.MKNOD, OpKind.LINK)
+    ):
+        return names - {lands_at(op)}
+    return names
 
 
 def paths_of(op: Op) -> tuple[bytes, ...]:

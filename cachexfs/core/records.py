@@ -149,7 +149,8 @@ class Op(Record, frozen=True, tag="p"):
     directory whose earlier changes it waits for ("" is the root) and ``target`` a second one for pointers.
     ``stage`` and ``size`` say which bytes a PUT lands: exactly those, also when a later generation exists. ``ready``:
     they lie on the PFS under a hidden name, synced, with their record. ``held`` marks a withdrawal that waits until
-    the next commit file is ready. ``parked`` says how the PFS has refused it repeatedly.
+    the next commit file is ready. ``parked`` says how the PFS has refused it repeatedly. ``copies``: who had the bytes
+    of a PUT when its file was removed, where they are to land all the same.
     """
 
     kind: str
@@ -167,6 +168,7 @@ class Op(Record, frozen=True, tag="p"):
     ready: bool = False
     held: bool = False
     parked: str = ""
+    copies: tuple[Copy, ...] = ()
 
     @property
     def hidden(self) -> str:

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 import msgspec
 import trio
 
-from cachexfs.core import publication
+from cachexfs.core import claims, publication
 from cachexfs.core.changes import errno_name
 from cachexfs.core.order import Seq
 from cachexfs.core.records import AnyRecord, Inode, Life, Op, OpKind
@@ -159,7 +159,9 @@ class Drainer:
 
     def _holders(self, op: Op) -> list[str]:
         inode = self.node.catalogue.view.inode(op.fid)
-        return self.node.holders(inode) if inode is not None else []
+        if inode is not None:
+            return self.node.holders(inode)
+        return sorted({copy.node for copy in op.copies if self.node.valid(copy)})
 
     def _lost(self, op: Op) -> bool:
         """Whether nobody has the bytes of a PUT any more."""
@@ -176,9 +178,13 @@ class Drainer:
     def responsible(self, op: Op) -> bool:
         """Whether this node carries the operation out: its owner, or the survivor that comes first."""
         node = self.node
+        wanted = op.kind == OpKind.PUT and op.size and not op.ready and not op.cancelled
+        holders = self._holders(op) if wanted else []
         if node.live(op.owner):
-            return op.owner == node.name
-        if op.kind == OpKind.PUT and op.size and not op.ready and not op.cancelled and (holders := self._holders(op)):
+            # Who came back without its memory gets the bytes of its files again, but for those that were removed.
+            left = holders and op.owner not in holders and node.catalogue.view.inode(op.fid) is None
+            return (holders[0] if left else op.owner) == node.name
+        if holders:
             return holders[0] == node.name
         return node.name == min((n for n in node.catalogue.view.nodes if node.live(n)), default=node.name)
 
@@ -309,6 +315,9 @@ class Drainer:
             return
         if self.files.busy(op.fid):
             return  # its last close brings it back: see ``released``
+        if not state.ready and self._is_gone(op):
+            await self._tear(key, op)
+            return
         if not state.ready:
             async with self._copy_slots.slot(self.waits.order.seq(key)):
                 await self.ready.prepare(op, self.node.catalogue.view.inode(op.fid))
@@ -325,6 +334,22 @@ class Drainer:
             state.ready = False
             await self._note_ready(key, ready=False)
             raise OSError(errno.EIO, "the prepared file is gone")
+
+    def _is_gone(self, op: Op) -> bool:
+        """Whether no node has the bytes of a file that was removed: they do not come back."""
+        if self.node.catalogue.view.inode(op.fid) is not None or self.ready.has_source(op):
+            return False
+        return all(name == self.node.name for name in self._holders(op))
+
+    async def _tear(self, key: bytes, op: Op) -> None:
+        """A commit file was to land after bytes that are lost, and whose file is removed."""
+        view, torn = self.node.catalogue.view, []
+        for other, names in self.waits.order.claimants(key, lambda fid: view.inode(fid) is not None):
+            commit = view.op(other)
+            if commit is not None and any(map(self.waits.claims(commit), names)):
+                torn.append(other)
+        log.warning("%r: its bytes are lost, and it was removed: %d commit files do not land", op.path, len(torn))
+        await self.node.catalogue.mutate(lambda tx: claims.tear(tx, key, torn))
 
     async def _note_ready(self, key: bytes, *, ready: bool) -> None:
         """Tell the others, where a file may stay ready for long, or is not ready any more."""

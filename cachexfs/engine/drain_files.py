@@ -123,6 +123,10 @@ class DrainFiles:
              "base": None if base is None else [base.ino, base.size, base.mtime_ns]}
         )  # fmt: skip
 
+    def has_source(self, op: Op) -> bool:
+        """Whether this node has the bytes of a PUT."""
+        return self._source(op, self.node.catalogue.view.generation(op.fid))[0] is not None
+
     def _source(self, op: Op, content: Generation | None) -> tuple[str | None, int]:
         """Where the bytes of a PUT lie on this node, and how many.
 

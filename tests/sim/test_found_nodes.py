@@ -9,14 +9,15 @@ from collections.abc import Awaitable, Callable
 import pytest
 import trio
 import trio.testing
+from sim_check import commit_file
 from sim_cluster import Cluster
 from sim_run import inline_threads
 
 from cachexfs.core.changes import NewAttrs
-from cachexfs.core.records import ROOT_FID
+from cachexfs.core.records import ROOT_FID, OpKind
 from cachexfs.engine.filesystem import Filesystem
 
-FILE = NewAttrs(0o644, 0, 0)
+FILE, DIRECTORY = NewAttrs(0o644, 0, 0), NewAttrs(0o755, 0, 0)
 SEED_OF_TWO_NODES = 1
 
 
@@ -48,6 +49,12 @@ class Pair(Cluster):
         await trio.sleep(away_s)
         await self.seats[number].born(self._nursery)
 
+    async def write(self, number: int, directory: int, name: bytes, data: bytes) -> None:
+        handle, _ = await self.fs(number).create(directory, name, FILE, os.O_WRONLY)
+        await self.fs(number).write(handle, 0, data)
+        await self.fs(number).flush(handle)
+        await self.fs(number).release(handle)
+
     async def read(self, number: int, name: bytes) -> bytes:
         fs = self.fs(number)
         handle = await fs.open((await fs.lookup(ROOT_FID, name)).ino, os.O_RDONLY)
@@ -74,6 +81,49 @@ def test_what_was_fsynced_is_there_however_soon_its_lost_node_is_replaced(away_s
         await pair.lose(0, away_s)
         await trio.sleep(60)
         assert await pair.read(1, b"a") == b"safe at the partner"
+
+    play(scene)
+
+
+@pytest.mark.parametrize("replicated", [True, False])
+def test_what_a_lost_node_has_removed_holds_nothing_up(*, replicated: bool) -> None:
+    """A commit file waited for bytes that their own node did not have any more, and nobody else brought them."""
+
+    async def scene(pair: Pair) -> None:
+        members = {b"m": b"member"}
+        directory = (await pair.fs(0).mkdir(ROOT_FID, b"d", DIRECTORY)).ino
+        if not replicated:
+            pair.net.parted.add(frozenset(["n0", "n1"]))
+        await pair.write(0, directory, b"m", members[b"m"])
+        pair.saves.made[commit_file(1, members)] = members
+        await pair.write(1, directory, b".metadata.tmp", commit_file(1, members))
+        await pair.fs(1).rename(directory, b".metadata.tmp", directory, b".metadata", 0)
+        await trio.sleep(5)
+        await pair.fs(0).unlink(directory, b"m")
+        await pair.lose(0, 1.0)
+        pair.net.calm()
+        pair.faults.away = False
+        with trio.fail_after(300):
+            while pair.log.state.op_count:  # noqa: ASYNC110
+                await trio.sleep(1)
+        there = pair.store.find(b"d")
+        assert there is not None
+        assert there.entries == {}
+
+    play(scene)
+
+
+def test_a_temporary_commit_file_that_another_one_replaced_is_not_wanted_by_the_next() -> None:
+    async def scene(pair: Pair) -> None:
+        directory = (await pair.fs(0).mkdir(ROOT_FID, b"d", DIRECTORY)).ino
+        for number in range(3):
+            pair.saves.made[commit_file(number, {})] = {}
+            await pair.write(0, directory, b".metadata.tmp", commit_file(number, {}))
+            await pair.fs(0).rename(directory, b".metadata.tmp", directory, b".metadata", 0)
+        puts = [(key, op) for key, op, _ in pair.log.state.ops() if op.kind == OpKind.PUT]
+        drainer = pair.fs(1).parts.drainer
+        await pair.fs(1).names(directory)
+        assert [drainer._unneeded(key, op) for key, op in puts] == [True, True, False]
 
     play(scene)
 
