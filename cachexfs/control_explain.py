@@ -6,8 +6,8 @@ Role: part of the control server: turns what the engine knows into words, each w
 from __future__ import annotations
 
 import os
-from typing import Any
 
+from cachexfs.control_answers import Answer
 from cachexfs.core import formats
 from cachexfs.core.boundary import Boundary
 from cachexfs.core.commitfiles import step_of
@@ -15,8 +15,6 @@ from cachexfs.core.formats import may_be_checkpoint
 from cachexfs.core.records import Inode, Op, OpKind
 from cachexfs.engine.completeness import UNREADABLE, UNREADABLE_NOW, Checkpoint, Completeness, Piece
 from cachexfs.engine.parts import Parts
-
-Answer = dict[str, Any]
 
 PIECES_MAX = 1000
 GOES_ON = "nothing: it goes on by itself"

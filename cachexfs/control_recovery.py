@@ -7,25 +7,19 @@ from __future__ import annotations
 
 import os
 from collections.abc import Awaitable, Callable
-from typing import Any
 
 import trio
 
+from cachexfs.control_answers import Answer, NotFoundError, Send
 from cachexfs.core.records import ROOT_FID
 from cachexfs.engine.completeness import Completeness
 from cachexfs.engine.drill import Drill, Report
 from cachexfs.engine.node import Node
-from cachexfs.errors import EXIT_NO, CacheXError, UsageError
+from cachexfs.errors import UsageError
 
 POLL_S = 0.2
 
-Answer = dict[str, Any]
-Send = Callable[[Answer], Awaitable[None]]
 Vouch = Callable[[list[str]], Awaitable[tuple[bool, str]]]
-
-
-class _NotFoundError(CacheXError):
-    exit_code = EXIT_NO
 
 
 async def drill(node: Node, completeness: Completeness, request: Answer, send: Send) -> None:
@@ -71,7 +65,7 @@ def _resolve(node: Node, path: str) -> int:
             continue
         entry = view.lookup(fid, part)
         if entry is None:
-            raise _NotFoundError(f"{path}: no such directory in the mount, as far as it has been looked at")
+            raise NotFoundError(f"{path}: no such directory in the mount, as far as it has been looked at")
         fid = entry.fid
     inode = view.inode(fid)
     if inode is None or inode.kind != "d":

@@ -12,18 +12,19 @@ import os
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import trio
 
 from cachexfs import control_explain, control_recovery
+from cachexfs.control_answers import Answer, NotFoundError, Send
 from cachexfs.core.boundary import Boundary
 from cachexfs.core.records import ROOT_FID, Inode, Op, OpKind
 from cachexfs.engine.attributes import rfc3339
 from cachexfs.engine.completeness import BEING_WRITTEN, Checkpoint
 from cachexfs.engine.parts import Parts
 from cachexfs.engine.refresh import Refresher
-from cachexfs.errors import EXIT_CANNOT_TELL, EXIT_NO, EXIT_TIMEOUT, EXIT_USAGE, CacheXError, CannotTellError, FsError
+from cachexfs.errors import EXIT_CANNOT_TELL, EXIT_TIMEOUT, EXIT_USAGE, CacheXError, CannotTellError, FsError
 
 log = logging.getLogger(__name__)
 
@@ -33,9 +34,7 @@ STALLED_S = 60.0
 HEARTBEAT_S = 2.0  # a client takes 10 s of silence for a daemon that hangs
 PATIENCE_S = 2.0  # for a commit file that is being read
 LATEST_PATIENCE_S = 240.0
-Answer = dict[str, Any]
 T = TypeVar("T")
-Send = Callable[[Answer], Awaitable[None]]
 AT = {"returned": Boundary.RETURNED, "partner": Boundary.PARTNER, "pfs": Boundary.PFS}
 
 
@@ -132,12 +131,12 @@ class ControlServer:
             await self.parts.importer.ensure(fid)
             entry = view.lookup(fid, part)
             if entry is None:
-                raise _NotFound(f"'{self._absolute(path)}' does not exist")
+                raise NotFoundError(f"'{self._absolute(path)}' does not exist")
             fid = entry.fid
         await self.parts.importer.ensure(fid)
         inode = view.inode(fid)
         if inode is None:
-            raise _NotFound(f"'{self._absolute(path)}' was removed")
+            raise NotFoundError(f"'{self._absolute(path)}' was removed")
         return fid, inode
 
     def _absolute(self, path: str | None) -> str:
@@ -331,7 +330,7 @@ class ControlServer:
             found = await self._alive(
                 send, lambda: self.completeness.below(fid, self.parts.importer.ensure, LATEST_PATIENCE_S)
             )
-        except _NotFound as error:
+        except NotFoundError as error:
             reason = f"{error} (for a first run, mkdir -p it)"
             await send({"done": True, "path": None, "certain": False, "reason": reason})
             return
@@ -406,12 +405,6 @@ class ControlServer:
             if path.startswith(prefix)
         ]
         await send({"done": True, "files": files})
-
-
-class _NotFound(CacheXError):
-    """A path that is not in the mount: certainly so."""
-
-    exit_code = EXIT_NO
 
 
 def _time(time_s: float) -> str | None:

@@ -37,6 +37,7 @@ from cachexfs.adapters.replica_store import ReplicaStore
 from cachexfs.adapters.staging import Staging
 from cachexfs.catalogues import etcd_nodes, start_catalogue
 from cachexfs.config import PFS_ID, MountOptions
+from cachexfs.control_answers import Answer as ControlAnswer
 from cachexfs.control_server import ControlServer
 from cachexfs.core import namespace
 from cachexfs.core import records as rec
@@ -145,7 +146,7 @@ class Daemon:
 
     def _control(self, parts: Parts) -> ControlServer:
         options = self.options
-        facts: dict[str, Any] = {
+        facts: ControlAnswer = {
             "mountpoint": options.mountpoint, "pfs": options.pfs,
             "supervisor": "off" if self.supervisor is None else "on",
             "catalogue": "builtin" if options.alone else "etcd",
