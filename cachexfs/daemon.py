@@ -43,7 +43,7 @@ from cachexfs.core import namespace
 from cachexfs.core import records as rec
 from cachexfs.core.changes import NewAttrs
 from cachexfs.core.records import FID_STEP, FORMAT_VERSION, ROOT_FID, Job, Life
-from cachexfs.core.replica import Tx
+from cachexfs.core.transaction import Tx
 from cachexfs.engine import recover
 from cachexfs.engine.interfaces import Catalogue
 from cachexfs.engine.node import Node

@@ -37,7 +37,8 @@ from cachexfs.adapters.journal_file import (
 from cachexfs.core import journal
 from cachexfs.core.journal import Mutation, Rows
 from cachexfs.core.records import AnyRecord, encode
-from cachexfs.core.replica import Change, Replica, Tx
+from cachexfs.core.replica import Change, Replica
+from cachexfs.core.transaction import Tx
 from cachexfs.engine.interfaces import Listener
 from cachexfs.errors import CorruptError, FsError
 

@@ -40,7 +40,7 @@ from cachexfs.adapters.etcd_follow import Follower
 from cachexfs.adapters.etcd_life import LifeKeeper
 from cachexfs.adapters.etcd_outage import Outage
 from cachexfs.core.records import Life, life_key
-from cachexfs.core.replica import Tx
+from cachexfs.core.transaction import Tx
 from cachexfs.engine.interfaces import Listener
 from cachexfs.errors import FsError
 

@@ -18,7 +18,8 @@ from typing import Generic, TypeVar, cast
 import trio
 
 from cachexfs.core.records import encode
-from cachexfs.core.replica import Guard, Replica, Tx, Write
+from cachexfs.core.replica import Replica
+from cachexfs.core.transaction import Guard, Tx, Write
 from cachexfs.errors import FsError
 
 T = TypeVar("T")

@@ -24,7 +24,8 @@ from cachexfs.adapters.etcd_client import (
 )
 from cachexfs.adapters.etcd_outage import Outage
 from cachexfs.core.records import Life, life_key
-from cachexfs.core.replica import Replica, Tx
+from cachexfs.core.replica import Replica
+from cachexfs.core.transaction import Tx
 from cachexfs.errors import FsError
 
 #: etcd grants nothing shorter with an election time of 1 s.

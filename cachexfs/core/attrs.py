@@ -12,7 +12,7 @@ import msgspec
 
 from cachexfs.core.changes import Ctx, issue, path_of
 from cachexfs.core.records import DirTimes, Inode, Op, OpKind, inode_key, op_key, times_key
-from cachexfs.core.replica import Tx
+from cachexfs.core.transaction import Tx
 from cachexfs.errors import FsError
 
 XATTR_BYTES_MAX = 64 << 10  # names and values of one file

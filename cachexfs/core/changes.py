@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 from cachexfs.core.records import ROOT_FID, DirTimes, Inode, Op, OpKind, dirent_key, inode_key, op_key, times_key
-from cachexfs.core.replica import Tx
+from cachexfs.core.transaction import Tx
 from cachexfs.errors import FsError
 
 NAME_BYTES_MAX = 255

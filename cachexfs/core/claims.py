@@ -18,7 +18,8 @@ from cachexfs.core.changes import Ctx, issue, join, path_of
 from cachexfs.core.commitfiles import is_commit_name
 from cachexfs.core.order import PendingOrder, lands_at, parent_of, paths_of
 from cachexfs.core.records import Op, OpKind
-from cachexfs.core.replica import Replica, Tx
+from cachexfs.core.replica import Replica
+from cachexfs.core.transaction import Tx
 
 _LANDS = (OpKind.PUT, OpKind.RENAME, OpKind.LINK, OpKind.RESTORE)
 _NEXT = (OpKind.PUT, OpKind.RENAME, OpKind.LINK, OpKind.UNLINK, OpKind.SYMLINK, OpKind.MKNOD)

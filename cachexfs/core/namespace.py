@@ -42,7 +42,7 @@ from cachexfs.core.records import (
     op_key,
     times_key,
 )
-from cachexfs.core.replica import Tx
+from cachexfs.core.transaction import Tx
 from cachexfs.errors import FsError
 
 NO_GEN = 0  # in ``PfsCopy``: what is there is no content of this file

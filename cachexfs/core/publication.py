@@ -15,7 +15,7 @@ from cachexfs.core.claims import withdraw_commits
 from cachexfs.core.commitfiles import is_commit_name, is_pointer_name
 from cachexfs.core.order import parent_of
 from cachexfs.core.records import Copy, Generation, Op, OpKind, Synced, generation_key, inode_key
-from cachexfs.core.replica import Tx
+from cachexfs.core.transaction import Tx
 
 
 def begin_change(tx: Tx, ctx: Ctx, fid: int) -> None:

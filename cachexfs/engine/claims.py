@@ -21,7 +21,8 @@ from cachexfs.core.changes import Ctx
 from cachexfs.core.claims import Successor
 from cachexfs.core.order import ancestors, parent_of, paths_of
 from cachexfs.core.records import AnyRecord, Inode, Op, OpKind
-from cachexfs.core.replica import Applied, Tx
+from cachexfs.core.replica import Applied
+from cachexfs.core.transaction import Tx
 from cachexfs.engine.completeness import UNREADABLE_NOW, Checkpoint, Completeness
 from cachexfs.engine.drain import Drainer
 from cachexfs.engine.node import Node

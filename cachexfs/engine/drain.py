@@ -28,7 +28,8 @@ from cachexfs.core.changes import errno_name
 from cachexfs.core.order import Seq
 from cachexfs.core.records import AnyRecord, Inode, Life, Op, OpKind
 from cachexfs.core.records import Node as NodeRecord
-from cachexfs.core.replica import Applied, Tx
+from cachexfs.core.replica import Applied
+from cachexfs.core.transaction import Tx
 from cachexfs.core.waits import Waits
 from cachexfs.engine.content import Reader
 from cachexfs.engine.drain_files import RETRY_FIRST_S, RETRY_MAX_S, DrainFiles, Progress

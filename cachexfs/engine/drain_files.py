@@ -20,7 +20,8 @@ import trio
 from cachexfs.core import records as rec
 from cachexfs.core.changes import finish_op
 from cachexfs.core.records import Generation, Inode, Op, OpKind, PfsCopy
-from cachexfs.core.replica import Applied, Tx
+from cachexfs.core.replica import Applied
+from cachexfs.core.transaction import Tx
 from cachexfs.engine.interfaces import Pfs, PfsAttrs, PfsStat
 from cachexfs.engine.node import Node
 from cachexfs.engine.recover import check_stage

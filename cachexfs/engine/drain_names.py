@@ -15,7 +15,7 @@ import msgspec
 from cachexfs.core import records as rec
 from cachexfs.core.changes import finish_op
 from cachexfs.core.records import Inode, Op, OpKind, PfsCopy
-from cachexfs.core.replica import Tx
+from cachexfs.core.transaction import Tx
 from cachexfs.engine.content import Reader
 from cachexfs.engine.drain_files import STALL_S, Progress
 from cachexfs.engine.interfaces import Pfs, PfsAttrs, PfsStat

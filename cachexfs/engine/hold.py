@@ -15,8 +15,9 @@ import trio
 
 from cachexfs.core import publication
 from cachexfs.core.records import Generation, Inode, Op
-from cachexfs.core.replica import Applied, Tx
+from cachexfs.core.replica import Applied
 from cachexfs.core.stages import parse_stage
+from cachexfs.core.transaction import Tx
 from cachexfs.engine.files import Files
 from cachexfs.engine.fill import Fills
 from cachexfs.engine.node import Node

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from cachexfs.core.formats import Members
 from cachexfs.core.records import Copy, Generation
-from cachexfs.core.replica import Applied, Replica, Tx
+from cachexfs.core.replica import Applied, Replica
+from cachexfs.core.transaction import Tx
 
 if TYPE_CHECKING:
     from cachexfs.engine.vnode import Vnode

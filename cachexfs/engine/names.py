@@ -20,7 +20,7 @@ from cachexfs.core import changes, namespace
 from cachexfs.core.boundary import Boundary
 from cachexfs.core.changes import NewAttrs
 from cachexfs.core.records import FID_STEP, Inode
-from cachexfs.core.replica import Tx
+from cachexfs.core.transaction import Tx
 from cachexfs.engine.parts import Parts
 from cachexfs.engine.stat import Attr, Stat
 from cachexfs.errors import CacheXError, CatalogueUnavailableError, FsError, quoted

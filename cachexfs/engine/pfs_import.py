@@ -16,7 +16,7 @@ import trio
 
 from cachexfs.core import records as rec
 from cachexfs.core.records import Dirent, DirTimes, Generation, Inode, PfsCopy
-from cachexfs.core.replica import Tx
+from cachexfs.core.transaction import Tx
 from cachexfs.engine.content import Reader
 from cachexfs.engine.interfaces import Pfs, PfsStat
 from cachexfs.engine.node import Node

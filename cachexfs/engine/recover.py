@@ -19,8 +19,9 @@ from cachexfs.core import publication
 from cachexfs.core import records as rec
 from cachexfs.core.publication import Content
 from cachexfs.core.records import Copy, Inode, Life
-from cachexfs.core.replica import Applied, Tx
+from cachexfs.core.replica import Applied
 from cachexfs.core.stages import parse_stage
+from cachexfs.core.transaction import Tx
 from cachexfs.engine.files import Files
 from cachexfs.engine.hold import Keeper
 from cachexfs.engine.node import Node

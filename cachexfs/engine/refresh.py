@@ -19,7 +19,7 @@ import trio
 
 from cachexfs.core import records as rec
 from cachexfs.core.records import ROOT_FID, Dirent, Generation, Inode, PfsCopy
-from cachexfs.core.replica import Tx
+from cachexfs.core.transaction import Tx
 from cachexfs.engine.content import Reader
 from cachexfs.engine.drain import Drainer
 from cachexfs.engine.files import Files

@@ -19,7 +19,8 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 from cachexfs.core.records import AnyRecord, Applied, applied_key
-from cachexfs.core.replica import Replica, Tx
+from cachexfs.core.replica import Replica
+from cachexfs.core.transaction import Tx
 
 #: A transaction's function that returns the id of the file which it makes or links, 0 when it makes none.
 Change = Callable[[Tx], int]

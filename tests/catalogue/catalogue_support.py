@@ -26,7 +26,7 @@ from cachexfs.adapters.etcd_client import Endpoint, EtcdClient, EtcdUnreachableE
 from cachexfs.adapters.etcd_server import TXN_OPS_MAX, EtcdServer, Member
 from cachexfs.adapters.job_tls import JobAuthority, TlsFiles
 from cachexfs.core.records import FID_STEP, ROOT_FID, Dirent, Inode, Life, Op, dirent_key, inode_key, op_key
-from cachexfs.core.replica import Tx
+from cachexfs.core.transaction import Tx
 from cachexfs.engine.interfaces import Catalogue
 from cachexfs.errors import FsError, enoent
 

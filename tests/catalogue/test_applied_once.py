@@ -11,7 +11,8 @@ from catalogue_support import PATIENCE_S, EtcdCluster, Fate, Proxy, adder, make_
 
 from cachexfs.adapters.catalogue_builtin import BuiltinCatalogue
 from cachexfs.core.records import FID_STEP, Applied, applied_key
-from cachexfs.core.replica import Replica, Tx
+from cachexfs.core.replica import Replica
+from cachexfs.core.transaction import Tx
 from cachexfs.engine.requests import Requests
 from cachexfs.errors import FsError
 

@@ -17,7 +17,7 @@ from cachexfs.core.records import (
     dirent_prefix,
     inode_key,
 )
-from cachexfs.core.replica import Tx
+from cachexfs.core.transaction import Tx
 from cachexfs.errors import FsError
 
 FID = 5 * FID_STEP

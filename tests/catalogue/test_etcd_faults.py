@@ -31,7 +31,7 @@ from catalogue_support import (
 from cachexfs.adapters.catalogue_etcd import EtcdCatalogue
 from cachexfs.adapters.etcd_client import Empty, EtcdClient
 from cachexfs.core.records import FID_STEP, ROOT_FID, AnyRecord, Dirent, dirent_key, inode_key
-from cachexfs.core.replica import Tx
+from cachexfs.core.transaction import Tx
 from cachexfs.errors import CatalogueUnavailableError, FsError
 
 FID = 5 * FID_STEP

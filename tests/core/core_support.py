@@ -12,7 +12,8 @@ from cachexfs.core.commitfiles import is_unfinished_marker
 from cachexfs.core.order import lists_members
 from cachexfs.core.publication import Content
 from cachexfs.core.records import ROOT_FID, AnyRecord, Generation, Inode, Job, Op, OpKind, encode
-from cachexfs.core.replica import Change, Replica, Tx
+from cachexfs.core.replica import Change, Replica
+from cachexfs.core.transaction import Tx
 from cachexfs.errors import FsError
 
 T = TypeVar("T")

@@ -21,7 +21,8 @@ from cachexfs.core.records import (
     node_key,
     op_key,
 )
-from cachexfs.core.replica import Change, Guard, Replica, Tx
+from cachexfs.core.replica import Change, Replica
+from cachexfs.core.transaction import Guard, Tx
 
 DIRS = [ROOT_FID, 2 * ROOT_FID]
 FILES = [8 * ROOT_FID, 9 * ROOT_FID]

@@ -14,7 +14,8 @@ from typing import TypeVar
 import trio
 
 from cachexfs.core.records import Life, encode, life_key
-from cachexfs.core.replica import Change, Guard, Replica, Tx, Write
+from cachexfs.core.replica import Change, Replica
+from cachexfs.core.transaction import Guard, Tx, Write
 from cachexfs.engine.interfaces import Listener
 from cachexfs.errors import CatalogueUnavailableError, FsError
 

@@ -26,7 +26,7 @@ from sim_work import Worker
 from cachexfs.config import MountOptions, NodeAddress
 from cachexfs.core.boundary import Boundary
 from cachexfs.core.records import Generation, OpKind, life_key
-from cachexfs.core.replica import Tx
+from cachexfs.core.transaction import Tx
 
 REST_S = 1500.0
 MIB = 1 << 20

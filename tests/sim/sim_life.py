@@ -27,7 +27,7 @@ from cachexfs.core import records as rec
 from cachexfs.core.changes import NewAttrs
 from cachexfs.core.records import FORMAT_VERSION, ROOT_FID, Job
 from cachexfs.core.records import Life as LifeRecord
-from cachexfs.core.replica import Tx
+from cachexfs.core.transaction import Tx
 from cachexfs.engine import recover
 from cachexfs.engine.files import Files
 from cachexfs.engine.filesystem import Filesystem
