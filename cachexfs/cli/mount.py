@@ -149,7 +149,7 @@ def _start(options: MountOptions, foreground: bool, timeout_s: float, as_json: b
         command += ["--ready-fd", str(writer)]
     else:
         with acting_as(user):
-            command, answer_path = _supervised(options, command, text, staging, writer)
+            command, answer_path = _supervised(options, text, staging, writer)
     if user is None:  # else root's directory refuses the user's writes
         protect(options.mountpoint)
     daemon = subprocess.Popen(
@@ -196,9 +196,7 @@ def _start(options: MountOptions, foreground: bool, timeout_s: float, as_json: b
     return EXIT_DONE
 
 
-def _supervised(
-    options: MountOptions, daemon: list[str], text: bytes, staging: str, ready_fd: int
-) -> tuple[list[str], str]:
+def _supervised(options: MountOptions, text: bytes, staging: str, ready_fd: int) -> tuple[list[str], str]:
     """The supervisor's command, and the file in which the first daemon says how its start went.
 
     Each daemon of the mount reads the same options again, so they lie in a file.
@@ -217,7 +215,7 @@ def _supervised(
         *(["--allow-other"] if options.allow_other else []),
         *(["--user", f"{options.uid}:{options.gid}"] if options.uid is not None else []),
         *(["--release", staging] if options.uid is not None and options.staging is None else []),
-        "--", *daemon, "--options", base + ".options", "--answer", answer,
+        "--module", "daemon", "--", "--options", base + ".options", "--answer", answer,
     ]  # fmt: skip
     return command, answer
 

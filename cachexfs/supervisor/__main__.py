@@ -67,6 +67,9 @@ def _parser() -> argparse.ArgumentParser:
         ("request", defaults.request_s, "without an answer before the daemon counts as hung"),
     ):
         parser.add_argument(f"--{name}-timeout", type=float, default=value, metavar="S", help=text)
+    parser.add_argument(
+        "--module", metavar="NAME", help="the daemon is this module beside us, run by our Python; -- then its arguments"
+    )  # not its whole name: who kills what is called like the daemon shall not find it here
     parser.add_argument("daemon", nargs=argparse.REMAINDER, help="-- then the daemon's command")
     return parser
 
@@ -121,6 +124,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Parse, mount, serve; the exit code."""
     args = _parser().parse_args(arguments)
     argv = tuple(args.daemon[1:] if args.daemon[:1] == ["--"] else args.daemon)
+    if args.module:
+        argv = (sys.executable, "-P", "-m", f"{__package__.rpartition('.')[0]}.{args.module}", *argv)
     if not argv:
         log("no daemon command after --")
         return EXIT_USAGE

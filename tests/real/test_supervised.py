@@ -1,9 +1,12 @@
 """With the supervisor, a daemon killed with -9 is a pause for applications, not an error."""
 
+import contextlib
 import json
 import os
+import signal
 import threading
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from real_support import pfs_away, until, write_file
@@ -50,6 +53,20 @@ def test_writers_and_readers_go_on_over_a_killed_daemon(make_cluster: Callable[.
     assert {name: (mount / name).read_bytes() for name in written} == written
     cluster.umount()
     assert {name: (cluster.pfs / name).read_bytes() for name in written} == written
+
+
+def test_a_supervisor_is_not_found_by_the_daemons_name(make_cluster: Callable[..., LocalCluster]) -> None:
+    cluster = make_cluster(1, {"supervisor": "on"})
+    path = cluster.nodes[0].mountpoint / "f"
+    path.write_bytes(b"kept")
+    for _ in range(3):
+        old = cluster.status(0).pid
+        for pid in cluster.processes(0):  # as pkill -f does
+            with contextlib.suppress(OSError):
+                if b"cachexfs.daemon" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                    os.kill(pid, signal.SIGKILL)
+        assert path.read_bytes() == b"kept"
+        until("another daemon answers", lambda old=old: cluster.answers(0) and cluster.status(0).pid != old)
 
 
 @pytest.mark.parametrize("supervisor", ["on", "off"])
