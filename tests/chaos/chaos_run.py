@@ -98,6 +98,11 @@ class Worker:
             return 99, "", f"hangs: {stack}"
         return self.process.returncode, out, err
 
+    def kill(self) -> None:
+        self.process.kill()
+        with self.process:  # closes its pipes
+            pass
+
     def stop(self) -> None:
         """Stop it where no request of it is under way."""
         os.kill(self.process.pid, signal.SIGSTOP)
@@ -332,8 +337,7 @@ def claims(chaos: Chaos) -> None:
             if worker in ended:
                 code, _, err = worker.end()
                 chaos.wrong.append(f"{worker.name} ended: {code} {err}")
-            worker.process.kill()
-            worker.process.wait()
+            worker.kill()
         chaos.look_at_pfs()
         chaos.hold(files, cluster.pfs, "pfs", "PFS after the end of all")
         chaos.hold_restartable(directories, cluster.pfs, "pfs", "PFS")

@@ -9,9 +9,9 @@ from chaos_run import Plan, run
 @pytest.mark.parametrize(
     ("what", "plan"),
     [
-        ("ride", Plan("passthrough", savers=2, seconds=8, seed=1)),
-        ("ride", Plan("handler", memory="64M", savers=1, bytes_max=30 << 20, seconds=6, seed=2)),
-        ("claims", Plan("alone", savers=2, twins=0, seconds=5, seed=3)),
+        ("ride", Plan("passthrough", savers=2, seconds=6, seed=1)),
+        ("ride", Plan("handler", memory="64M", savers=1, bytes_max=30 << 20, seconds=4, seed=2)),
+        ("claims", Plan("alone", savers=2, twins=0, seconds=4, seed=3)),
     ],
     ids=["passthrough", "little-memory", "claims"],
 )
