@@ -321,6 +321,8 @@ class Drainer:
             return
         if not state.ready:
             async with self._copy_slots.slot(self.waits.order.seq(key)):
+                if self.files.busy(op.fid):
+                    return
                 await self.ready.prepare(op, self.node.catalogue.view.inode(op.fid))
             state.ready = True
         blocker = self.waits.blocker(key)

@@ -23,7 +23,7 @@ import trio
 from cachexfs.core.records import FID_STEP, Generation, Inode
 from cachexfs.engine.interfaces import ContentSource
 from cachexfs.engine.node import Node
-from cachexfs.engine.passing import Passing, mark
+from cachexfs.engine.passing import Passing, mark, was_passed
 from cachexfs.engine.publishing import Publishing
 from cachexfs.engine.vnode import UNWRITABLE, Handle, Vnode
 from cachexfs.engine.writing import Writing
@@ -145,6 +145,7 @@ class Files:
         vnode = Vnode(fid, ino, published or Generation(0, 0, b"", b"", "", ""))
         vnode.fd = self.node.staging.open_file(stage, write=True)
         vnode.stage, vnode.removed = stage, published is None
+        vnode.awaited = was_passed(vnode.fd)
         vnode.sealed = published.size if published is not None and published.stage == stage else 0
         vnode.version, vnode.mtime_ns = 1, os.fstat(vnode.fd).st_mtime_ns
         if vnode.removed:
@@ -251,7 +252,9 @@ class Files:
     def busy(self, fid: int) -> bool:
         """Whether a writer may still change the staged bytes of the file's newest generation."""
         vnode = self._current.get(fid)
-        return vnode is not None and (vnode.passed > 0 or (vnode.content.open and vnode.writers > 0))
+        if vnode is None:
+            return False
+        return vnode.passed > 0 or (vnode.awaited and vnode.dirty) or (vnode.content.open and vnode.writers > 0)
 
     # ---- without a name
     def orphaned(self, fid: int, inode: Inode) -> None:

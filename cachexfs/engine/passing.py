@@ -11,6 +11,7 @@ Concurrency: called by ``Files``; ``watch`` is a task of its own that never wait
 from __future__ import annotations
 
 import os
+import stat
 
 import trio
 
@@ -39,6 +40,11 @@ def mark(fd: int) -> tuple[int, int]:
     except PermissionError:  # a file without a name may have become somebody else's
         return size, stamp_ns
     return size, stamp_ns - 1
+
+
+def was_passed(file: int | str) -> bool:
+    """Whether the kernel could change a staged file without asking when the daemon died."""
+    return stat.S_IMODE(os.stat(file).st_mode) == PASSED_MODE
 
 
 class Passing:

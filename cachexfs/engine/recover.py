@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import os
-import stat
 from collections.abc import Callable, Mapping
 
 import msgspec
@@ -25,7 +24,8 @@ from cachexfs.core.transaction import Tx
 from cachexfs.engine.files import Files
 from cachexfs.engine.hold import Keeper
 from cachexfs.engine.node import Node
-from cachexfs.engine.vnode import PASSED_MODE, PLAIN_MODE
+from cachexfs.engine.passing import was_passed
+from cachexfs.engine.vnode import PLAIN_MODE
 from cachexfs.engine.writing import file_bytes_max
 from cachexfs.errors import CacheXError
 
@@ -56,10 +56,9 @@ async def adopt(
         if not gen:
             node.staging.remove(stage)  # the copy of a content that was not finished
             continue
-        node.unverified.add(stage)
         if fid in open_files and files.known(fid) is None and _in_progress(node, stage, fid, gen):
             files.resume(fid, open_files[fid], stage, node.catalogue.view.generation(fid))
-            if _was_passed(node, stage):
+            if was_passed(node.staging.path(stage)):
                 node.unverified.discard(stage)  # the kernel changes it: the digest of what was published tells nothing
             continue
         resumed = files.known(fid) is not None  # with its newest bytes: what those before them have, they have
@@ -154,13 +153,8 @@ def _in_progress(node: Node, stage: str, fid: int, gen: int) -> bool:
     if generation is None:
         return True
     if generation.stage == stage:
-        return node.staging.size(stage) > generation.size or _was_passed(node, stage)
+        return node.staging.size(stage) > generation.size or was_passed(node.staging.path(stage))
     return gen > generation.gen
-
-
-def _was_passed(node: Node, stage: str) -> bool:
-    """Whether the kernel could change a staged file without asking when the daemon died."""
-    return stat.S_IMODE(os.stat(node.staging.path(stage)).st_mode) == PASSED_MODE
 
 
 async def _adopt_one(
@@ -170,7 +164,7 @@ async def _adopt_one(
     inode = node.catalogue.view.inode(fid)
     size = node.staging.size(stage)
     if generation is not None and inode is not None:
-        passed = generation.stage == stage and _was_passed(node, stage)
+        passed = generation.stage == stage and was_passed(node.staging.path(stage))
         if generation.stage == stage and size < generation.size and not passed:
             gone = {(node.name, node.staging.store)}
             ctx = node.ctx()
@@ -186,7 +180,7 @@ async def _adopt_one(
             log.error("%s: not published: %d bytes are more than staging may hold", stage, size)
             return
         if newer:
-            await _publish(node, stage, fid, generation.gen, size)
+            await _publish(node, stage, fid, generation.gen, size, torn=passed)
             return
     if not keeper.referenced(stage):
         (remove if generation is None and size else node.staging.remove)(stage)
@@ -202,7 +196,7 @@ async def _complete(node: Node, stage: str, fid: int, generation: rec.Generation
     await node.catalogue.mutate(lambda tx: publication.complete(tx, fid, generation, digest, tree))
 
 
-async def _publish(node: Node, stage: str, fid: int, base: int, size: int) -> None:
+async def _publish(node: Node, stage: str, fid: int, base: int, size: int, *, torn: bool) -> None:
     fd = node.staging.open_file(stage)
     try:
         digest, tree, _ = await node.digests(fd, size)
@@ -214,7 +208,7 @@ async def _publish(node: Node, stage: str, fid: int, base: int, size: int) -> No
     if before is not None and (before.stage, before.size, before.tree) == (stage, size, tree):
         return  # nobody has changed it since it was published
     copies = (Copy(node.name, node.staging.store, "memory", node.clock.now_s()),) if size else ()
-    content = Content(size, digest, tree, stage if size else "", copies, mtime_ns)
+    content = Content(size, digest, tree, stage if size else "", copies, mtime_ns, torn=torn)
     ctx = node.ctx()
     published = await node.catalogue.mutate(lambda tx: publication.publish(tx, ctx, fid, base, content))
     if published is None or not size:

@@ -48,6 +48,7 @@ class Vnode:
     backed: int = 0  # open handles that the kernel serves from ``fd``, of readers too: while there are, ``fd`` stays
     cached: int = 0  # open handles that use the page cache
     closing: set[Handle] | None = None  # passed ones that were flushed: their RELEASE may be on its way
+    awaited: bool = False  # taken over from a dead daemon, for whose passed handles the kernel has changed ``fd``
     seen: tuple[int, int] = (0, 0)  # size and mtime of ``fd`` when its changes were last counted
     synced: Synced | None = None
     digested: tuple[int, int, tuple[bytes, bytes, list[bytes]]] | None = None

@@ -47,8 +47,8 @@ MUTATIONS = {
         "self.node.staging.remove(stage)",
     ),
     "test_what_a_passed_writer_changes_after_a_publication_outlives_the_daemon": (
-        "engine/recover.py",
-        "return stat.S_IMODE(os.stat(node.staging.path(stage)).st_mode) == PASSED_MODE",
+        "engine/passing.py",
+        "return stat.S_IMODE(os.stat(file).st_mode) == PASSED_MODE",
         "return False",
     ),
     "test_a_directory_is_looked_at_for_the_first_time_while_its_rename_lands": (

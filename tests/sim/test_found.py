@@ -14,7 +14,7 @@ import trio
 import trio.testing
 import xxhash
 from sim_catalogue import Log
-from sim_check import Checkers, Saves
+from sim_check import Checkers, Saves, commit_file
 from sim_kernel import Kernel, OpenFile
 from sim_life import Life, SimClock, SimFilesystem
 from sim_pfs import Faults, SimPfs
@@ -625,6 +625,36 @@ async def test_what_a_passed_writer_changes_within_one_stamp_of_a_publication_is
     await scene.close(opened.handle)
     await scene.drained()
     assert scene.on_pfs(b"a") == b"two"
+
+
+@pytest.mark.parametrize("supervised", [True, False])
+def test_no_commit_file_lands_over_a_member_that_a_passed_writer_changed_before_a_death(*, supervised: bool) -> None:
+    """The next daemon took what the kernel had put over the published bytes for these, and landed it."""
+
+    @scene(memory=1 << 30, fsync="returned")
+    async def run(scene: Scene) -> None:
+        checkers = Checkers(scene.store, Saves())
+        members = {b"m": b"the old bytes"}
+        commit = commit_file(1, members)
+        checkers.saves.made[commit] = members
+        await scene.mkdir(b"d")
+        opened = await scene.passed(b"d/m")
+        scene.kernel.write(opened, 0, members[b"m"])
+        await scene.fs.flush(opened.handle)  # by one of two writers
+        await scene.write(b"d/.metadata.tmp", commit)
+        await scene.rename(b"d/.metadata.tmp", b"d/.metadata")
+        scene.kernel.write(opened, 0, b"the new bytes")
+        await scene.killed(supervised=supervised)
+        scene.before = lambda step: checkers.commit_last(step)
+        await trio.sleep(30)
+        checkers.commit_last("30 s")
+        if supervised:
+            await scene.close(opened.handle)
+            await trio.sleep(30)
+        checkers.commit_last("the end")
+        assert scene.on_pfs(b"d/m") == b"the new bytes"
+
+    run()
 
 
 @scene(memory=1 << 30)
