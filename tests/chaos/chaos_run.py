@@ -330,6 +330,7 @@ def claims(chaos: Chaos) -> None:
         ended = [w for w in workers if w.process.poll() is not None]
         files, directories = chaos.snapshot()
         how = chaos.chance.choice(("processes", "processes", "node"))
+        how = "processes" if plan.nodes == 2 else how  # one of two leaves no majority: that is for ``recover``
         for index in range(len(cluster.nodes)) if how == "processes" or len(cluster.nodes) == 1 else (0,):
             cluster.kill(index)
             chaos.counts.kills += 1
