@@ -13,6 +13,7 @@ from cachexfs.core.boundary import Boundary
 from cachexfs.core.commitfiles import step_of
 from cachexfs.core.formats import may_be_checkpoint
 from cachexfs.core.records import Inode, Op, OpKind
+from cachexfs.core.routes import DIRECT
 from cachexfs.engine.completeness import UNREADABLE, UNREADABLE_NOW, Checkpoint, Completeness, Piece
 from cachexfs.engine.parts import Parts
 
@@ -117,7 +118,8 @@ def _pending(parts: Parts, base: bytes) -> list[Answer]:
 
 def _unreplicated(parts: Parts, where: str, record: Inode) -> Answer:
     alone = not parts.node.partners()
-    reason = record.error or ("no live partner" if alone else "its replica is under way")
+    under_way = "it goes to the PFS directly" if record.route == DIRECT else "its replica is under way"
+    reason = record.error or ("no live partner" if alone else under_way)
     fix = "bring a partner back: 'cachexfs status' names the lost nodes" if alone else GOES_ON
     return _piece(where, record.origin, "partner", reason, fix)
 

@@ -20,6 +20,7 @@ from cachexfs import control_explain, control_recovery
 from cachexfs.control_answers import Answer, NotFoundError, Send
 from cachexfs.core.boundary import Boundary
 from cachexfs.core.records import ROOT_FID, Inode, Op, OpKind
+from cachexfs.core.routes import AUTO
 from cachexfs.engine.attributes import rfc3339
 from cachexfs.engine.completeness import BEING_WRITTEN, Checkpoint
 from cachexfs.engine.parts import Parts
@@ -217,6 +218,8 @@ class ControlServer:
         return {
             "done": True, **self.facts, "node": node.name, "job": node.options.job, "pid": os.getpid(),
             "uptime_s": round(now_s - self.started_s, 1), "fsync": node.options.fsync, "route": node.options.route,
+            "route_now": node.choose_route() if node.route == AUTO else node.route,
+            "route_why": node.route_why() if node.route == AUTO else "",
             "nodes": [
                 {"name": a.name, "live": node.live(a.name), "host": a.host, "port": a.port} for a in node.options.nodes
             ],
@@ -234,6 +237,7 @@ class ControlServer:
     def _checkpoint(self, found: Checkpoint) -> Answer:
         records = [(child, inode) for _, child, inode in self.completeness.walk(found.fid)]
         stage = min((self.node.boundary(f, i) for f, i in records), default=Boundary.PFS)
+        routes = {self.parts.attributes.route(f, i) for f, i in records if i.size}
         if any(piece.reason == BEING_WRITTEN for piece in found.missing):
             stage = Boundary.WRITING
         return {
@@ -242,6 +246,7 @@ class ControlServer:
             "t_returned": _time(found.t_returned_s), "t_partner": _time(found.t_partner_s),
             "t_pfs": _time(found.t_pfs_s), "t_restartable": _time(found.t_restartable_s),
             "files": found.files, "bytes": found.bytes, "pending": found.pending,
+            "route": routes.pop() if len(routes) == 1 else "mixed" if routes else "",
             "missing": [{"name": _text(p.name), "node": p.node, "reason": p.reason} for p in found.missing],
             "error": found.error or None, "holders": list(found.holders),
         }  # fmt: skip

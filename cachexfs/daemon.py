@@ -43,6 +43,7 @@ from cachexfs.core import namespace
 from cachexfs.core import records as rec
 from cachexfs.core.changes import NewAttrs
 from cachexfs.core.records import FID_STEP, FORMAT_VERSION, ROOT_FID, Job, Life
+from cachexfs.core.routes import PARTNER
 from cachexfs.core.transaction import Tx
 from cachexfs.engine import recover
 from cachexfs.engine.interfaces import Catalogue
@@ -259,7 +260,11 @@ class Daemon:
         self._retention = Retention(node, parts.keeper, parts.completeness)
         for part in (self._forecast, self._retention):
             catalogue.listen(part.notice)
-        parts.attributes.eta_s = self._forecast.eta_s
+        attributes, router = parts.attributes, parts.replicator.router
+        attributes.eta_s, node.choose_route = self._forecast.eta_s, self._forecast.choose
+        node.route_why = lambda: self._forecast.why
+        router.partner_s = lambda size: self._forecast.eta_s(PARTNER, size)
+        router.on_late, router.on_synced = self._forecast.note_late, self._forecast.note_synced
         return parts
 
     async def _vouch(self, node: Node, dead: list[str]) -> tuple[bool, str]:

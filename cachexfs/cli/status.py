@@ -215,12 +215,13 @@ def _mount_lines(status: Status) -> list[str]:
     pending = (
         f"{format_size(status.pending_bytes)} in {status.pending_ops} changes" if status.pending_ops else "nothing"
     )
+    now = f", now {status.route_now}: {status.route_why}" if status.route_why else ""
     lines += [
         f"  memory    {format_size(status.staging_used)} of {format_size(status.staging_limit)}; "
         f"NVMe {format_size(status.nvme_used)}",
         f"  PFS       {status.pfs_state}; pending {pending}; drain {format_rate(status.drain_bytes_s)}, "
         f"replication {format_rate(status.replicate_bytes_s)}",
-        f"  settings  fsync {status.fsync}, route {status.route}, catalogue {status.catalogue}, "
+        f"  settings  fsync {status.fsync}, route {status.route}{now}, catalogue {status.catalogue}, "
         f"kernel {status.kernel}{f' ({status.kernel_reason})' if status.kernel_reason else ''}, "
         f"supervisor {status.supervisor}",
     ]

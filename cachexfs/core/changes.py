@@ -35,6 +35,8 @@ class Ctx:
     next_op: Callable[[], str]
     new_fid: Callable[[], int]
     members_of: MembersOf = field(default=lambda fid, gen: None)
+    route: str = "partner"  # or ``direct``, or ``auto``: then ``choose`` says, where nothing is decided yet
+    choose: Callable[[], str] = field(default=lambda: "partner")
 
 
 @dataclass(frozen=True, slots=True)

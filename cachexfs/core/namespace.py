@@ -42,6 +42,7 @@ from cachexfs.core.records import (
     op_key,
     times_key,
 )
+from cachexfs.core.routes import route_for
 from cachexfs.core.transaction import Tx
 from cachexfs.errors import FsError
 
@@ -72,8 +73,9 @@ def create(tx: Tx, ctx: Ctx, parent: int, name: bytes, attrs: NewAttrs) -> tuple
     """A new empty file, visible at once; its drain waits for the first FLUSH. Returns (fid, inode)."""
     fid, inode = _enter(tx, ctx, parent, name, "f", attrs)
     inode = msgspec.structs.replace(
-        inode, gen=1, origin=ctx.node, t_returned_s=ctx.now_s, t_partner_s=ctx.now_s if is_clustered(tx) else 0.0
-    )
+        inode, gen=1, origin=ctx.node, t_returned_s=ctx.now_s, t_partner_s=ctx.now_s if is_clustered(tx) else 0.0,
+        route=route_for(tx, ctx, parent),
+    )  # fmt: skip
     tx.put(inode_key(fid), inode)
     empty = Generation(1, 0, EMPTY_DIGEST, EMPTY_DIGEST, "", ctx.node, open=True)
     tx.put(generation_key(fid), empty)

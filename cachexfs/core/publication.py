@@ -15,24 +15,27 @@ from cachexfs.core.claims import withdraw_commits
 from cachexfs.core.commitfiles import is_commit_name, is_pointer_name
 from cachexfs.core.order import parent_of
 from cachexfs.core.records import Copy, Generation, Op, OpKind, Synced, generation_key, inode_key
+from cachexfs.core.routes import DIRECT, LATE, PARTNER, give_up_direct, route_for
 from cachexfs.core.transaction import Tx
 
 
-def begin_change(tx: Tx, ctx: Ctx, fid: int) -> None:
+def begin_change(tx: Tx, ctx: Ctx, fid: int) -> str:
     """Note that published content is being changed here: what names it stops being restartable.
 
-    Called before the change; the publication of the change takes the note away.
+    Called before the change; the publication of the change takes the note away. Returns the route of what begins.
     """
     inode = tx.inode(fid)
     if inode is not None and inode.writing != ctx.node:
         tx.put(inode_key(fid), msgspec.structs.replace(inode, writing=ctx.node))
+    names = tx.names_of(fid)
+    return route_for(tx, ctx, names[0][0]) if names else PARTNER
 
 
 @dataclass(frozen=True, slots=True)
 class Content:
     """What a publication says of the bytes. ``target`` is where a tracker's content points, relative to the
     mount; ``copies`` are those that are whole at this moment. ``torn``: it may lie over an earlier content in the same
-    staged file."""
+    staged file. ``route``: the way that was chosen for them when they began."""
 
     size: int
     digest: bytes
@@ -42,6 +45,7 @@ class Content:
     mtime_ns: int
     target: bytes | None = None
     torn: bool = False
+    route: str = PARTNER
 
 
 def publish(tx: Tx, ctx: Ctx, fid: int, base_gen: int, content: Content) -> Generation | None:
@@ -71,6 +75,7 @@ def publish(tx: Tx, ctx: Ctx, fid: int, base_gen: int, content: Content) -> Gene
         t_partner_s=ctx.now_s if _at_partner(tx, content) else 0.0,
         t_pfs_s=0.0,
         error="",
+        route=content.route,
     )
     tx.put(inode_key(fid), new)
     generation = Generation(gen, content.size, content.digest, content.tree, content.stage, ctx.node, conflict=conflict)
@@ -165,6 +170,17 @@ def note_synced(
     if inode is not None and inode.gen == base_gen:
         synced = Synced(stage, size, digest, tree, copies)
         tx.put(inode_key(fid), msgspec.structs.replace(inode, synced=synced, writing=ctx.node))
+
+
+def fall_back(tx: Tx, ctx: Ctx, fid: int, gen: int) -> None:
+    """The PFS has kept a content waiting that goes there directly: it goes to the partner after all."""
+    inode = tx.inode(fid)
+    if inode is None:
+        return
+    there = inode.pfs is not None and inode.pfs.gen == gen and gen > 0
+    if inode.gen == gen and inode.route == DIRECT and not there:
+        tx.put(inode_key(fid), msgspec.structs.replace(inode, route=LATE))
+    give_up_direct(tx, ctx, fid)
 
 
 def drop_copies(tx: Tx, ctx: Ctx, fid: int, gen: int, gone: Collection[tuple[str, str]], error: str) -> None:

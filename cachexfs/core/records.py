@@ -101,6 +101,8 @@ class Inode(Record, frozen=True, tag="i"):
     imported: bool = True  # directories: the PFS's listing has been taken over
     xattrs: tuple[tuple[bytes, bytes], ...] = ()
     retired: int = 0  # the generation whose fast copies were given up because it is on the PFS
+    route: str = ""  # of a file's generation; of a directory what was decided for what begins in it: see ``routes``
+    routed_s: float = 0.0  # when that was decided
 
 
 class Generation(Record, frozen=True, tag="g"):

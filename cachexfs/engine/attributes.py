@@ -10,12 +10,17 @@ from datetime import UTC, datetime
 
 from cachexfs.core.boundary import Boundary
 from cachexfs.core.records import ROOT_FID, Inode
+from cachexfs.core.routes import DIRECT, PARTNER
 from cachexfs.engine.completeness import Checkpoint, Completeness, Piece
 from cachexfs.engine.files import Files
 from cachexfs.engine.node import Node
 
 PREFIX = b"user.cachex."
 MISSING_SHOWN_MAX = 64
+NO_COPY = (
+    "no live copy: every holder is lost and it is not on the PFS",
+    "no live copy: its node was lost before it reached the PFS, and on the route 'direct' no partner had it",
+)
 
 
 def rfc3339(time_s: float) -> str:
@@ -27,8 +32,8 @@ class Attributes:
     """Computes attribute values."""
 
     def __init__(self, node: Node, files: Files, completeness: Completeness) -> None:
-        #: ("partner" or "pfs", bytes) -> (median, 95% bound) seconds from publication, or None
-        self.eta_s: Callable[[str, int], tuple[float, float] | None] = lambda boundary, size: None
+        #: ("partner" or "pfs", bytes, route) -> (median, 95% bound) seconds from publication, or None
+        self.eta_s: Callable[[str, int, str], tuple[float, float] | None] = lambda boundary, size, route: None
         self.node = node
         self.files = files
         self.completeness = completeness
@@ -56,13 +61,16 @@ class Attributes:
         generation = node.catalogue.view.generation(fid)
         stage = self.stage(fid, inode)
         on_pfs = node.on_pfs(fid, inode)
+        route = self.route(fid, inode)
         waited_s = max(0.0, node.clock.now_s() - inode.t_returned_s) if inode.t_returned_s else 0.0
         found = {
             "stage": stage.label,
-            "eta.pfs": self._eta("pfs", inode.size, waited_s, reached=on_pfs),
+            "eta.pfs": self._eta("pfs", inode.size, waited_s, reached=on_pfs, route=route),
         }
         if node.replica_count:
-            found["eta.partner"] = self._eta("partner", inode.size, waited_s, reached=stage >= Boundary.PARTNER)
+            found["eta.partner"] = self._eta(
+                "partner", inode.size, waited_s, reached=stage >= Boundary.PARTNER, route=route
+            )
         protected = len({copy.node for copy in node.live_copies(inode)}) > node.replica_count or not inode.size
         times = (
             ("returned", inode.t_returned_s, True),
@@ -75,14 +83,14 @@ class Attributes:
         holders = [f"{copy.node}:{copy.tier}" for copy in node.live_copies(inode)]
         found["holders"] = ",".join(holders + ([self._pfs()] if on_pfs else []))
         found["origin"] = inode.origin or "pfs"
-        found["route"] = "direct" if node.replica_count == 0 else "partner"
+        found["route"] = route
         found["generation"] = str(inode.gen)
         found["pending"] = str(0 if on_pfs else inode.size)
         if generation is not None and generation.digest:
             found["digest"] = f"xxh3_128:{generation.digest.hex()}"
         error = inode.error or node.errors.get(f"conflict:{fid:x}", "")
         if stage == Boundary.LOST:
-            error = error or "no live copy: every holder is lost and it is not on the PFS"
+            error = error or NO_COPY[inode.route == DIRECT]
         if error:
             found["error"] = error
         return found
@@ -93,10 +101,18 @@ class Attributes:
         state = "offline" if pfs is None or self.node.options.offline else pfs.state
         return "pfs" if state == "ok" else f"pfs:{state}"
 
-    def _eta(self, boundary: str, size: int, waited_s: float, *, reached: bool) -> str:
+    def route(self, fid: int, inode: Inode) -> str:
+        """The way that a file's newest bytes take, as far as this node can tell: another's come with their FLUSH."""
+        vnode = self.files.known(fid)
+        route = (vnode.route if vnode is not None else "") or inode.route
+        if not route:  # it came from the PFS, or from before routes were recorded
+            return PARTNER if self.node.replica_count and inode.origin else DIRECT
+        return DIRECT if route == DIRECT else PARTNER
+
+    def _eta(self, boundary: str, size: int, waited_s: float, *, reached: bool, route: str = PARTNER) -> str:
         if reached:
             return "p50=0 p95=0"
-        found = self.eta_s(boundary, size)
+        found = self.eta_s(boundary, size, route)
         if found is None:
             return "unknown"
         return " ".join(f"{name}={max(s - waited_s, 0.0):.3g}" for name, s in zip(("p50", "p95"), found, strict=True))

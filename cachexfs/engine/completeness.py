@@ -22,6 +22,7 @@ from cachexfs.core.boundary import Boundary
 from cachexfs.core.commitfiles import UNFINISHED, step_of
 from cachexfs.core.formats import FormatError, Members, outline
 from cachexfs.core.records import Inode
+from cachexfs.core.routes import DIRECT
 from cachexfs.engine.content import Reader
 from cachexfs.engine.files import Files
 from cachexfs.engine.interfaces import FormatReader
@@ -234,7 +235,8 @@ class Completeness:
         dead = [c.node for c in inode.copies if not self.node.valid(c)]
         state = self.node.pfs.state if self.node.pfs is not None else "offline"
         on_pfs = f"its copy on the PFS {UNREADABLE_NOW} ({state})" if self.node.on_pfs(fid, inode) else "not on the PFS"
-        return f"no live copy: held by {', '.join(dead) or 'nobody'}; {on_pfs}"
+        direct = " (route 'direct': no partner had it)" if inode.route == DIRECT and self.node.replica_count else ""
+        return f"no live copy: held by {', '.join(dead) or 'nobody'}; {on_pfs}{direct}"
 
     def _sum(self, result: Checkpoint, tree: dict[bytes, tuple[int, Inode]], needed: set[bytes]) -> None:
         records = [tree[name][1] for name in needed if name in tree]

@@ -29,6 +29,7 @@ from cachexfs.core.order import Seq
 from cachexfs.core.records import AnyRecord, Inode, Life, Op, OpKind
 from cachexfs.core.records import Node as NodeRecord
 from cachexfs.core.replica import Applied
+from cachexfs.core.routes import DIRECT
 from cachexfs.core.transaction import Tx
 from cachexfs.core.waits import Waits
 from cachexfs.engine.content import Reader
@@ -327,7 +328,7 @@ class Drainer:
             state.ready = True
         blocker = self.waits.blocker(key)
         if blocker is not None:
-            await self._note_ready(key, ready=self.waits.stuck(blocker) or op.ready)
+            await self._note_ready(key, ready=self.waits.stuck(blocker) or op.ready or self._is_only_copy(op))
             return
         current = self.node.catalogue.view.op(key)
         if current is None or self._unneeded(key, current):
@@ -353,6 +354,11 @@ class Drainer:
                 torn.append(other)
         log.warning("%r: its bytes are lost, and it was removed: %d commit files do not land", op.path, len(torn))
         await self.node.catalogue.mutate(lambda tx: claims.tear(tx, key, torn))
+
+    def _is_only_copy(self, op: Op) -> bool:
+        """Whether what is ready is all that the loss of this node would leave: a survivor lands it then."""
+        inode = self.node.catalogue.view.inode(op.fid)
+        return inode is not None and inode.route == DIRECT and self.node.replica_count > 0
 
     async def _note_ready(self, key: bytes, *, ready: bool) -> None:
         """Tell the others, where a file may stay ready for long, or is not ready any more."""
@@ -402,7 +408,9 @@ class Drainer:
             if inode is None:
                 return
             path = self.reader.path(vnode.fid) or b""
-            op = Op(OpKind.PUT, path, self.node.name, vnode.fid, vnode.content.gen + 1, size=size, stage=vnode.stage)
+            # As its publication will have it, or has: what is ready under another name would never be landed.
+            gen, stage = vnode.content.gen + vnode.dirty, vnode.stage if size else ""
+            op = Op(OpKind.PUT, path, self.node.name, vnode.fid, gen, size=size, stage=stage)
             async with self._copy_slots.slot((0, b"")):  # somebody waits for it
                 await self.ready.prepare(op, inode, digests[1])
             again = await self.files.publishing.snapshot(vnode)

@@ -19,6 +19,7 @@ from cachexfs.core.boundary import Boundary
 from cachexfs.core.changes import NewAttrs
 from cachexfs.core.order import parent_of
 from cachexfs.core.records import Inode, OpKind
+from cachexfs.core.routes import PARTNER
 from cachexfs.engine.attributes import PREFIX
 from cachexfs.engine.names import Names
 from cachexfs.engine.stat import Attr
@@ -223,9 +224,13 @@ class Filesystem(Names):
         if wanted == "pfs":
             await self._pfs_boundary(vnode)
             return
+        router = self.parts.replicator.router
+        if router.is_direct(vnode) and await router.directly(vnode.fid, vnode, lambda: self._pfs_boundary(vnode)):
+            return
         if vnode.dirty:
             try:
-                await self.parts.replicator.sync(vnode)
+                with router.measured(vnode, PARTNER):
+                    await self.parts.replicator.sync(vnode)
             except NotDurableError:
                 await self._pfs_boundary(vnode)
             return

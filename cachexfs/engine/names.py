@@ -20,6 +20,7 @@ from cachexfs.core import changes, namespace
 from cachexfs.core.boundary import Boundary
 from cachexfs.core.changes import NewAttrs
 from cachexfs.core.records import FID_STEP, Inode
+from cachexfs.core.routes import DIRECT
 from cachexfs.core.transaction import Tx
 from cachexfs.engine.parts import Parts
 from cachexfs.engine.stat import Attr, Stat
@@ -240,6 +241,8 @@ class Names:
             return
         try:
             with trio.fail_after(self.node.options.fsync_timeout_s):
-                await self.parts.replicator.ensure(fid)
+                reach, until_ready = self.parts.replicator.router.directly, self.parts.drainer.until_ready
+                if inode.route != DIRECT or not await reach(fid, None, lambda: until_ready(fid)):
+                    await self.parts.replicator.ensure(fid)
         except (CacheXError, OSError, trio.TooSlowError) as error:
             log.warning("a rename goes ahead of its file's replica: %s", error or type(error).__name__)

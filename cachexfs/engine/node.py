@@ -18,6 +18,7 @@ from cachexfs.config import MountOptions
 from cachexfs.core.boundary import Boundary, boundary_of
 from cachexfs.core.changes import Ctx
 from cachexfs.core.records import FID_STEP, ROOT_FID, Copy, DirTimes, Inode
+from cachexfs.core.routes import DIRECT, PARTNER
 from cachexfs.engine.interfaces import Catalogue, Clock, Peers, Pfs, PfsAttrs, ReplicaHolder, StagingArea
 from cachexfs.engine.requests import Requests
 
@@ -49,6 +50,8 @@ class Node:
     orphans: Callable[[], str] = field(default=lambda: "")  # in words, what is staged and has lost its name
     failed_call: tuple[str, float] = ("", 0.0)  # the last one that got EIO, and when
     members: Callable[[int, int], Collection[bytes] | None] = field(default=lambda fid, gen: None)
+    route_why: Callable[[], str] = field(default=lambda: "")  # of what ``choose_route`` said last
+    choose_route: Callable[[], str] = field(default=lambda: PARTNER)  # for ``route=auto``; cheap, never waits
     requests: Requests = field(init=False)
     _op_base: int = 0
     _op_count: int = 0
@@ -72,7 +75,10 @@ class Node:
     # ---- mutations
     def ctx(self) -> Ctx:
         """Context of one change of the namespace, now."""
-        return Ctx(self.name, self.clock.now_ns(), self.clock.now_s(), self.next_op, self.new_fid, self.members)
+        return Ctx(
+            self.name, self.clock.now_ns(), self.clock.now_s(), self.next_op, self.new_fid, self.members,
+            self.route, self.choose_route,
+        )  # fmt: skip
 
     def next_op(self) -> str:
         """Ids of pending operations: those of one node sort in the order of issue, also over restarts."""
@@ -96,6 +102,13 @@ class Node:
     def replica_count(self) -> int:
         """Partner copies wanted: 0 alone."""
         return 0 if self.options.alone else self.options.replicas
+
+    @property
+    def route(self) -> str:
+        """``partner``, ``direct`` or ``auto``: the option, where there is a choice."""
+        if self.replica_count == 0:
+            return DIRECT
+        return PARTNER if self.pfs is None or self.options.offline else self.options.route
 
     def ring(self) -> list[str]:
         """All nodes of the job, this one first, in the order in which they are asked to be its partner."""

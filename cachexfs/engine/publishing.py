@@ -20,7 +20,7 @@ from cachexfs.core.records import Copy, Generation
 from cachexfs.engine.interfaces import ContentSource
 from cachexfs.engine.node import Node
 from cachexfs.engine.passing import Passing
-from cachexfs.engine.vnode import Handle, Vnode
+from cachexfs.engine.vnode import Handle, Vnode, route_of
 from cachexfs.engine.writing import check_size
 
 DIGEST_AT_ONCE_BYTES_MAX = 1 << 20  # hashing so little costs less than telling the digest later
@@ -82,7 +82,7 @@ class Publishing:
         copies = self._copies(vnode, version, stage, size)
         content = Content(
             size, digest, tree, stage if size else "", copies, vnode.mtime_ns, self._target(vnode, size),
-            torn=vnode.passed > 0,
+            torn=vnode.passed > 0, route=route_of(self.node.catalogue.view.inode(vnode.fid), vnode),
         )  # fmt: skip
         ctx, base = self.node.ctx(), vnode.content.gen
         change = self.node.requests.once(
@@ -94,7 +94,7 @@ class Publishing:
         generation = self.node.catalogue.view.generation(vnode.fid)
         assert generation is not None
         vnode.content = generation
-        vnode.published = version
+        vnode.published, vnode.route, vnode.measured = version, "", False
         self.on_released(vnode.fid)  # no longer a created file that is open: its drain may begin
         if generation.conflict:
             self.node.errors[f"conflict:{vnode.fid:x}"] = (

@@ -19,6 +19,7 @@ from cachexfs.core import records as rec
 from cachexfs.core.publication import Content
 from cachexfs.core.records import Copy, Inode, Life
 from cachexfs.core.replica import Applied
+from cachexfs.core.routes import PARTNER
 from cachexfs.core.stages import parse_stage
 from cachexfs.core.transaction import Tx
 from cachexfs.engine.files import Files
@@ -208,7 +209,9 @@ async def _publish(node: Node, stage: str, fid: int, base: int, size: int, *, to
     if before is not None and (before.stage, before.size, before.tree) == (stage, size, tree):
         return  # nobody has changed it since it was published
     copies = (Copy(node.name, node.staging.store, "memory", node.clock.now_s()),) if size else ()
-    content = Content(size, digest, tree, stage if size else "", copies, mtime_ns, torn=torn)
+    inode = node.catalogue.view.inode(fid)
+    route = (inode.route if inode is not None else "") or PARTNER
+    content = Content(size, digest, tree, stage if size else "", copies, mtime_ns, torn=torn, route=route)
     ctx = node.ctx()
     published = await node.catalogue.mutate(lambda tx: publication.publish(tx, ctx, fid, base, content))
     if published is None or not size:

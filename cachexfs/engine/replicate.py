@@ -26,10 +26,12 @@ from cachexfs.core.digest import BLOCK_BYTES, block_digest
 from cachexfs.core.manifest import MEMBERS_MAX, Base, Manifest, Member
 from cachexfs.core.records import ROOT_FID, Copy, Dirent, Generation, Inode, Life
 from cachexfs.core.replica import Applied
+from cachexfs.core.routes import DIRECT
 from cachexfs.engine.content import Reader
 from cachexfs.engine.files import Files
 from cachexfs.engine.interfaces import Synced
 from cachexfs.engine.node import Node
+from cachexfs.engine.route import Router
 from cachexfs.engine.vnode import Vnode
 from cachexfs.errors import CacheXError, NotDurableError
 
@@ -71,6 +73,7 @@ class Replicator:
         self._changed = trio.Event()
         self._nursery: trio.Nursery | None = None
         self._slots = trio.CapacityLimiter(SENDERS_MAX)
+        self.router = Router(node)
         self.sent_bytes = 0
 
     # ---- what is wanted
@@ -78,6 +81,8 @@ class Replicator:
         """Catalogue listener: contents that changed, nodes that came or went."""
         self._note_past(changes)
         for key, old, new in changes:
+            if isinstance(old, Inode) or isinstance(new, Inode):
+                self.router.note(int(key[2:], 16), new if isinstance(new, Inode) else None)
             if isinstance(new, (Inode, Generation)):
                 self._want(int(key[2:], 16))
                 if isinstance(new, Generation) or (isinstance(old, Inode) and _outdates(old, new)):
@@ -143,7 +148,7 @@ class Replicator:
             return []
         inode = self.node.catalogue.view.inode(fid)
         content = self.node.catalogue.view.generation(fid)
-        if inode is None or content is None or not inode.size or not content.tree:
+        if inode is None or content is None or not inode.size or not content.tree or inode.route == DIRECT:
             return []
         if inode.retired == inode.gen and self.node.on_pfs(fid, inode):
             return []
@@ -159,6 +164,7 @@ class Replicator:
         async with trio.open_nursery() as nursery:
             self._nursery = nursery
             nursery.start_soon(self._keep_manifests)
+            nursery.start_soon(self.router.run)
             self.review()
             while True:
                 await self._wake.wait()
@@ -395,7 +401,7 @@ class Replicator:
         if self.node.replica_count == 0 or self._nursery is None or vnode.change_lock.locked():
             return
         partners = self.node.partners()
-        if not partners:
+        if not partners or self.router.is_direct(vnode):
             return
         size = os.fstat(vnode.fd).st_size
         sent = self._sent.get((partners[0], vnode.stage))

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import trio
 
 from cachexfs.core.records import Generation, Inode
+from cachexfs.core.routes import PARTNER
 from cachexfs.engine.interfaces import Synced
 from cachexfs.errors import FsError
 
@@ -51,6 +52,8 @@ class Vnode:
     awaited: bool = False  # taken over from a dead daemon, for whose passed handles the kernel has changed ``fd``
     seen: tuple[int, int] = (0, 0)  # size and mtime of ``fd`` when its changes were last counted
     synced: Synced | None = None
+    measured: bool = False  # an fsync of them has told how long it took
+    route: str = ""  # of the bytes that are not published yet; "": that of the published generation
     digested: tuple[int, int, tuple[bytes, bytes, list[bytes]]] | None = None
     _change_lock: trio.Lock | None = None
     _publish_lock: trio.Lock | None = None
@@ -159,6 +162,11 @@ def _copy_piece(source: int, target: int, offset: int, length: int) -> int:
     if count == 0:
         raise FsError(errno.EIO, f"the staged file ends at byte {offset}, {offset + length} were expected")
     return count
+
+
+def route_of(inode: Inode | None, vnode: Vnode | None) -> str:
+    """The route of a file's newest bytes (``core.routes``)."""
+    return (vnode.route if vnode is not None else "") or (inode.route if inode is not None else "") or PARTNER
 
 
 def attrs_of(inode: Inode, vnode: Vnode | None) -> tuple[int, int]:

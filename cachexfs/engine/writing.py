@@ -109,7 +109,8 @@ class Writing:
             first = not vnode.dirty
             if first and vnode.content.size and not vnode.removed:
                 ctx = self.node.ctx()
-                await self.node.catalogue.mutate(lambda tx: publication.begin_change(tx, ctx, vnode.fid))
+                begin = self.node.catalogue.mutate
+                vnode.route = await begin(lambda tx: publication.begin_change(tx, ctx, vnode.fid))
             if vnode.backed and not vnode.passed and offset < vnode.sealed:
                 await self._move_published(vnode)
                 return

@@ -39,7 +39,11 @@ class Choice:
 
 
 class Online:
-    """Trackers of three legs: ``direct`` (to the PFS), ``partner`` (copy) and ``drain`` (partner to PFS)."""
+    """Trackers of three legs: ``direct`` (to the PFS), ``partner`` (copy) and ``drain`` (partner to PFS).
+
+    A mount drains from the writer's memory, beside the copy to the partner: what a content took to the PFS on that
+    route, from its capture, says what it would have taken directly. So ``direct`` learns from both routes.
+    """
 
     def __init__(self) -> None:
         self._legs = {name: StateTracker() for name in ("direct", "partner", "drain")}
@@ -61,6 +65,7 @@ class Online:
         if record.route == "direct":
             self._learn("direct", pfs, total, record.time)
             return
+        self._learn("direct", pfs, total, record.time)
         self._learn("partner", partner, total, record.time)
         if pfs is not None and partner is not None:
             self._learn("drain", pfs - partner, total, record.time)
@@ -94,14 +99,13 @@ class Online:
     ) -> Choice:
         """The route of the next checkpoint of ``total_bytes``; arguments as in ``route.decide_route``.
 
-        The route that is not taken is not observed: drains stand for direct writes until ten of those were seen
-        within a day, so ``auto`` can leave the partner route without having tried the other.
+        The PFS is observed on both routes, so ``auto`` can leave the partner route without having tried the other and
+        return to it; the partner is not observed on the direct route: it is tried again after a day.
         """
         if not (total_bytes > 0.0 and interval_s > 0.0 and failures_per_s > 0.0 and 0.0 <= kappa <= 1.0):
             raise UsageError("choose needs bytes, interval and failure rate above 0 and kappa in [0, 1]")
         legs = {leg: self._fresh(leg, total_bytes, now) for leg in self._legs}
-        copy, drain = legs["partner"], legs["drain"]
-        direct = legs["direct"] or drain
+        copy, drain, direct = legs["partner"], legs["drain"], legs["direct"]
         if copy is None or direct is None:
             missing = "partner copies" if copy is None else "writes to the PFS"
             return self._say(Choice(default, False, None, f"fewer than {OBSERVED_MIN} {missing} within a day"))

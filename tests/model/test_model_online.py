@@ -57,9 +57,10 @@ def test_eta_scales_with_bytes() -> None:
     assert (online.eta_s("direct", 32 * GIB) or (0.0,))[0] == pytest.approx(median / 2, rel=0.01)
 
 
-def test_drains_stand_for_direct_writes_until_those_are_seen() -> None:
+def test_the_pfs_is_observed_on_both_routes() -> None:
     online = Online()
-    feed(online, "partner", 20.0, 5.0)
+    for number in range(60):
+        online.observe(BoundaryRecord(number, "/c", 64, GIB, "partner", "n", partner_s=(20, 20), pfs_s=(5, 5)))
     choice = online.choose(64 * GIB, now=60.0, **ASK)
     assert (choice.route, choice.sure) == ("direct", True)
     feed(online, "direct", 0.0, 300.0, start=60.0)
@@ -100,3 +101,18 @@ def test_it_agrees_with_the_full_model(direct: float, partner: float, kappa: flo
 def test_nonsense_is_refused() -> None:
     with pytest.raises(UsageError):
         Online().choose(0.0, now=0.0, **ASK)
+
+
+def test_it_leaves_the_direct_route_when_the_pfs_slows_down_and_comes_back() -> None:
+    """The partner takes 20 s; the PFS 5 s, then 100 s, then 5 s. Only what is taken is observed, but for the PFS."""
+    online, chosen = Online(), []
+    for step in range(120):
+        pfs_s = 100.0 if 40 <= step < 80 else 5.0
+        route = online.choose(64 * GIB, now=float(step), **ASK).route
+        chosen.append(route)
+        times = {"pfs_s": (pfs_s,) * 2} if route == "direct" else {"partner_s": (20.0,) * 2, "pfs_s": (pfs_s,) * 2}
+        online.observe(BoundaryRecord(float(step), f"/c/{step}", 64, GIB, route, "n", **times))  # type: ignore[arg-type]
+    assert chosen[:10] == ["partner"] * 10
+    assert chosen[20:40] == ["direct"] * 20
+    assert chosen[55:80] == ["partner"] * 25
+    assert chosen[100:] == ["direct"] * 20

@@ -72,6 +72,9 @@ class World(Protocol):
         """After each step."""
         ...
 
+    async def all_there(self) -> None:
+        """Wait until no node is down."""
+
     async def others(self) -> Life:
         """A daemon through which somebody else looks."""
         ...
@@ -171,6 +174,7 @@ class Client:
         """After the loss of the node: names as before or after; what was called safe, or fsynced, is there."""
         await self.world.life()
         await trio.sleep(30)  # others have noticed, and taken over
+        await self.world.all_there()  # what only a second node has that is down is not lost
         self.world.loss = None
         shown = await self.shown(lost=True)
         if self.world.loss is not None:

@@ -26,6 +26,7 @@ from sim_work import Worker
 from cachexfs.config import MountOptions, NodeAddress
 from cachexfs.core.boundary import Boundary
 from cachexfs.core.records import Generation, OpKind, life_key
+from cachexfs.core.routes import DIRECT, PARTNER
 from cachexfs.core.transaction import Tx
 
 REST_S = 1500.0
@@ -69,6 +70,12 @@ class Seat:
         if not life.dead:
             self.checkers.memory(life)
 
+    async def all_there(self) -> None:
+        """Wait until no node is down or out of reach."""
+        seats, state = self.cluster.seats, self.cluster.log.state
+        while not all(s.current and not s.current.dead and s.link.up and state.is_live(s.name) for s in seats):  # noqa: ASYNC110
+            await trio.sleep(1)
+
     async def others(self) -> Life:
         """A daemon through which somebody else may look, while all nodes are there."""
         seats = self.cluster.seats
@@ -87,6 +94,7 @@ class Seat:
             self.options, cluster.log, pfs, cluster.clock, self.random, after, self.link,
             lambda name: SimPeers(cluster, name),
         )  # fmt: skip
+        life.node.choose_route = cluster.choose_route
         life.filesystem.kernel = self.kernel
         life.others = lambda: {*cluster.store.readers, *(of.fd for of in self.kernel.opens)}
         if after is not None:
@@ -145,6 +153,9 @@ class Cluster:
             for name in names
         ]  # fmt: skip
         self._nursery: trio.Nursery | None = None
+
+    def choose_route(self) -> str:
+        return PARTNER
 
     def next_save(self) -> int:
         self._numbers += 1
@@ -242,11 +253,13 @@ class Cluster:
         witness.catalogue._catch_up()
         view, found = witness.catalogue.view, {}
         for key, entry in view.items():
-            content, path = entry.record, view.path(int(key[2:], 16)) if key.startswith(b"g/") else None
-            inode = view.inode(int(key[2:], 16)) if path is not None else None
-            if isinstance(content, Generation) and path is not None and inode is not None:
-                safe = witness.node.boundary(int(key[2:], 16), inode) >= Boundary.PARTNER
-                found[path] = (content.digest, safe)
+            content, inode = entry.record, view.inode(int(key[2:], 16)) if key.startswith(b"g/") else None
+            if not isinstance(content, Generation) or inode is None:
+                continue
+            safe = witness.node.boundary(int(key[2:], 16), inode) >= Boundary.PARTNER
+            for parent, name in view.names_of(int(key[2:], 16)):
+                if (above := view.path(parent)) is not None:
+                    found[above + b"/" + name if above else name] = (content.digest, safe)
         return Loss(found)
 
     async def _outage(self, seat: Seat) -> None:
@@ -326,3 +339,10 @@ class Cluster:
         for life in lives:
             # What a node had prepared that came back with another memory is left to ``cachexfs recover``.
             self.checkers.nothing_left(life, cut=self.cuts > 0 or self.losses > 0)
+
+
+class Routes(Cluster):
+    """As ``Cluster``; each directory's files take either route."""
+
+    def choose_route(self) -> str:
+        return self.random.choice([PARTNER, DIRECT])

@@ -24,7 +24,7 @@ import trio.testing
 from sim_catalogue import Log
 from sim_check import Checkers, Saves, Violation, commit_file
 from sim_client import Loss, Node
-from sim_cluster import Cluster
+from sim_cluster import Cluster, Routes
 from sim_kernel import Kernel
 from sim_life import Life, SimClock
 from sim_pfs import Faults, SimPfs
@@ -124,6 +124,9 @@ class Run:
         while self._life is None or self._life.dead:
             await self._alive.wait()
         return self._life
+
+    async def all_there(self) -> None:
+        await self.life()
 
     async def others(self) -> Life:
         return await self.life()
@@ -275,7 +278,7 @@ class Run:
 
 
 #: Name of a scenario -> its run: (seed, directory, trace) to something with ``main``.
-SCENARIOS: dict[str, Callable[..., Run | Cluster]] = {"one": Run, "cluster": Cluster}
+SCENARIOS: dict[str, Callable[..., Run | Cluster]] = {"one": Run, "cluster": Cluster, "routes": Routes}
 
 
 def simulate(seed: int, scenario: str = "one", *, trace: bool = False) -> None:

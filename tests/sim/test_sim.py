@@ -8,10 +8,14 @@ import trio.testing
 from sim_run import SCENARIOS, first, inline_threads, simulate
 
 #: Seeds in the suite; a run of the cluster takes ten times as long as one of a node.
-SEEDS = {"one": [range(at, at + 20) for at in range(0, 60, 20)], "cluster": [range(4, 8), range(8, 12)]}
+SEEDS = {
+    "one": [range(at, at + 20) for at in range(0, 60, 20)],
+    "cluster": [range(4, 8), range(8, 12)],
+    "routes": [range(4)],
+}
 
 #: Seeds that broke a promise once: what they found is a test of its own in test_found.py, they go on here.
-FOUND = {"one": [19, 68, 106, 109, 173, 201], "cluster": [36, 61]}
+FOUND = {"one": [19, 68, 106, 109, 173, 201], "cluster": [36, 61], "routes": [35, 59]}
 
 
 def run(seed: int, scenario: str) -> None:
