@@ -24,7 +24,11 @@ _ENVIRONMENT_PREFIXES = ("LC_", "CACHEXFS_", "SLURM")
 
 def resolve_user(name: str) -> tuple[int, int] | None:
     """(uid, gid) for which root is to mount; None when this process is that user already. Raises ``UsageError``."""
-    if not name or name in ("root", "0"):
+    if not name:
+        return None
+    if name in ("root", "0"):
+        if os.geteuid() != 0:
+            raise UsageError(f"user={name}: only root can mount for another user")
         return None
     try:
         user = find_user(name)

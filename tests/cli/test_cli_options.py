@@ -8,6 +8,7 @@ import pytest
 
 from cachexfs import machine
 from cachexfs.cli import options
+from cachexfs.cli.identity import resolve_user
 from cachexfs.cli.members import derived_port
 from cachexfs.cli.options import load_options
 from cachexfs.config import MountOptions, NodeAddress
@@ -244,3 +245,9 @@ def test_every_option_of_the_contract_is_there() -> None:
     contract = "memory staging nvme nodes node job domains replicas listen secret catalogue node_timeout fsync route"
     contract += " drain_workers drain_bandwidth keep_fast full_timeout fsync_timeout offline verify hide_xattrs"
     assert set(contract.split()) <= set(options.OPTIONS)
+
+
+def test_only_root_mounts_for_root(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    with pytest.raises(UsageError, match="only root can mount for another user"):
+        resolve_user("root")
