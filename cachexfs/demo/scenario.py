@@ -219,7 +219,7 @@ class Scenario:
             earlier = sum(n for (name, _), n in before.items() if name == row.name)
             copies = (xattr(directory / row.name, "holders") or "").split(",")
             # without the PFS, which is away, and the killed node, whose lease may not have ended yet
-            copies = [copy for copy in copies if ":" in copy and not copy.startswith(f"{lost}:")]
+            copies = [copy for copy in copies if ":" in copy and not copy.startswith(("pfs:", f"{lost}:"))]
             rows.append(SourceRow(row.name, row.node, copies, fetched or ({CACHE: earlier} if earlier else {})))
         return rows
 
