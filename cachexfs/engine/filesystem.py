@@ -84,6 +84,8 @@ class Filesystem(Names):
         inode = self.node.catalogue.view.inode(self._fid(ino))
         if inode is not None and inode.kind != "f":
             raise FsError(errno.EISDIR if inode.kind == "d" else errno.EINVAL)
+        if handle is None:
+            await self.files.passing.settle(self.files.by_ino(ino))  # else what is published would be cut in place
         vnode = handle.vnode if handle is not None else self.files.by_ino(ino)
         await self.files.writing.truncate(vnode, size)
         if handle is not None:

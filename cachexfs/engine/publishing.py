@@ -17,6 +17,7 @@ from cachexfs.core.commitfiles import POINTER_BYTES_MAX, is_pointer_name, pointe
 from cachexfs.core.order import parent_of
 from cachexfs.core.publication import Content
 from cachexfs.core.records import Copy, Generation
+from cachexfs.core.transaction import Tx
 from cachexfs.engine.interfaces import ContentSource
 from cachexfs.engine.node import Node
 from cachexfs.engine.passing import Passing
@@ -85,14 +86,18 @@ class Publishing:
             torn=vnode.passed > 0, route=route_of(self.node.catalogue.view.inode(vnode.fid), vnode),
         )  # fmt: skip
         ctx, base = self.node.ctx(), vnode.content.gen
-        change = self.node.requests.once(
-            request, lambda tx: int(publication.publish(tx, ctx, vnode.fid, base, content) is not None)
-        )
-        if not await self.node.catalogue.mutate(change):
+        made: list[Generation | None] = []
+
+        def publish(tx: Tx) -> int:
+            made[:] = [publication.publish(tx, ctx, vnode.fid, base, content)]
+            return int(made[0] is not None)
+
+        applied = await self.node.catalogue.mutate(self.node.requests.once(request, publish))
+        # What this has made: by now somebody else may have published another content, or removed the file.
+        generation = made[0] if made else self.node.catalogue.view.generation(vnode.fid)
+        if not applied or generation is None:
             self._abandon(vnode)
             return
-        generation = self.node.catalogue.view.generation(vnode.fid)
-        assert generation is not None
         vnode.content = generation
         vnode.published, vnode.route, vnode.measured = version, "", False
         self.on_released(vnode.fid)  # no longer a created file that is open: its drain may begin

@@ -318,6 +318,9 @@ class Cluster:
         self.faults.calm()
         self.net.calm()
         lives = [await seat.life() for seat in self.seats]
+        for client in clients:
+            if client.world.loss is not None:  # its node was lost after its last step
+                await client.settle()
         ops = self.log.state.ops
         await self._rest(lives, lambda: any(life.parts.drainer.in_progress() for life in lives))
         for client in clients:  # members that were overwritten alone stay hidden until somebody saves again

@@ -657,6 +657,23 @@ def test_no_commit_file_lands_over_a_member_that_a_passed_writer_changed_before_
     run()
 
 
+@scene(memory=1 << 30, fsync="returned")
+async def test_truncate_does_not_cut_in_place_what_was_just_closed(scene: Scene) -> None:
+    """RELEASE was on its way: the published content, of which there were two copies, was one no more."""
+    opened = await scene.passed(b"a")
+    scene.kernel.write(opened, 0, b"a" * 6000)
+    await scene.fs.flush(opened.handle)
+    stage = opened.handle.vnode.stage
+    ino = await scene.ino(b"a")
+    found = os.open(scene.life.staging.path(stage), os.O_RDONLY)
+    scene.life.nursery.start_soon(scene.fs.release, opened.handle)  # type: ignore[union-attr]
+    await scene.fs.setattr(ino, None, size=3000)
+    assert os.fstat(found).st_size == 6000
+    os.close(found)
+    await scene.drained()
+    assert scene.on_pfs(b"a") == b"a" * 3000
+
+
 @scene(memory=1 << 30)
 async def test_a_write_that_was_under_way_while_another_writer_closed_is_published(scene: Scene) -> None:
     """The kernel stamps a file before it puts the bytes there."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Awaitable, Callable
+from typing import Any
 
 import pytest
 import trio
@@ -124,6 +125,42 @@ def test_a_temporary_commit_file_that_another_one_replaced_is_not_wanted_by_the_
         drainer = pair.fs(1).parts.drainer
         await pair.fs(1).names(directory)
         assert [drainer._unneeded(key, op) for key, op in puts] == [True, True, False]
+
+    play(scene)
+
+
+@pytest.mark.parametrize("removed", [True, False])
+def test_what_another_node_does_just_after_a_publication_is_not_taken_for_it(*, removed: bool) -> None:
+    """A close asked the catalogue what it had made, when that was gone or another node's content."""
+
+    async def scene(pair: Pair) -> None:
+        await pair.write(0, ROOT_FID, b"a", b"old")
+        found = await pair.fs(0).lookup(ROOT_FID, b"a")
+        handle = await pair.fs(0).open(found.ino, os.O_WRONLY)
+        await pair.fs(0).write(handle, 0, b"one")
+        catalogue = pair.fs(0).node.catalogue
+        mutate = catalogue.mutate
+
+        async def overtaken(change: Any) -> Any:
+            catalogue.mutate = mutate  # type: ignore[method-assign]
+            done = await mutate(change)
+            if removed:
+                await pair.fs(1).unlink(ROOT_FID, b"a")
+            else:
+                other = await pair.fs(1).open((await pair.fs(1).lookup(ROOT_FID, b"a")).ino, os.O_WRONLY)
+                await pair.fs(1).write(other, 0, b"two")
+                await pair.fs(1).flush(other)
+                await pair.fs(1).release(other)
+            await catalogue.barrier()
+            return done
+
+        catalogue.mutate = overtaken  # type: ignore[method-assign]
+        await pair.fs(0).flush(handle)
+        await pair.fs(0).release(handle)
+        if removed:
+            assert await pair.fs(0).names(ROOT_FID) == []
+        else:
+            assert await pair.read(0, b"a") == b"two"
 
     play(scene)
 
