@@ -238,20 +238,28 @@ class Chaos:
 
     # ---- claims
     def snapshot(self) -> tuple[dict[str, tuple[str, str]], dict[str, str]]:
-        """Files: (stage, digest); directories: restartable. Of all savers, who stand still."""
-        mount = self.cluster.nodes[0].mountpoint
-        files, directories = {}, {}
-        for directory, _, names in os.walk(mount):
+        """Files: (stage, digest); directories: restartable. Of all savers, who stand still.
+
+        Seen from the node of each: another one does not know what is being written over a published content.
+        """
+        files: dict[str, tuple[str, str]] = {}
+        directories: dict[str, str] = {}
+        for index, node in enumerate(self.cluster.nodes):
+            for root in sorted(node.mountpoint.glob("w*-*")):
+                if int(root.name.rpartition("-")[2]) % len(self.cluster.nodes) == index:
+                    self._look_at(root, node.mountpoint, files, directories)
+        return files, directories
+
+    @staticmethod
+    def _look_at(root: Path, mount: Path, files: dict[str, tuple[str, str]], directories: dict[str, str]) -> None:
+        for directory, _, names in os.walk(root):
             relative = Path(directory).relative_to(mount)
-            if not str(relative).startswith("w"):
-                continue
             for name in names:
                 path = Path(directory) / name
                 stage = control.xattr(path, "stage") or ""
                 files[str(relative / name)] = stage, digest(path.read_bytes())
             if {METADATA, INDEX} & set(names):
                 directories[str(relative)] = control.xattr(Path(directory), "restartable") or ""
-        return files, directories
 
     def hold(self, files: dict[str, tuple[str, str]], top: Path, least: str, what: str) -> None:
         """Every file that claims ``least`` or more is below ``top`` with its bytes."""
