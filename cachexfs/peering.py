@@ -45,7 +45,7 @@ class StagedCopies:
         fd = self._staging.open_file(stage)
         return fd, os.fstat(fd).st_size
 
-    def manifest(self, stage: str) -> bytes | None:
+    async def manifest(self, stage: str) -> bytes | None:
         """Manifest of a file's published content, computed at the first question and kept; None: it is not here."""
         if not self._staging.has(stage):
             return None
@@ -57,7 +57,7 @@ class StagedCopies:
         if key not in self._manifests:
             fd = self._staging.open_file(stage)
             try:
-                digests = digest_file(fd, content.size)
+                digests = await trio.to_thread.run_sync(digest_file, fd, content.size)
             finally:
                 os.close(fd)
             manifest = manifests.Manifest(

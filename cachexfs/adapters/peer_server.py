@@ -73,7 +73,7 @@ def no_copy(stage: str) -> tuple[int, int] | None:
     return None
 
 
-def no_manifest(stage: str) -> bytes | None:
+async def no_manifest(stage: str) -> bytes | None:
     """The same for manifests."""
     return None
 
@@ -90,7 +90,7 @@ class PeerServer:
         store: ReplicaStore,
         is_member: Callable[[str], bool],
         open_copy: OpenCopy = no_copy,
-        memory_manifest: Callable[[str], bytes | None] = no_manifest,
+        memory_manifest: Callable[[str], Awaitable[bytes | None]] = no_manifest,
         now_s: Callable[[], float] = time.time,
         limits: ServerLimits | None = None,
     ) -> None:
@@ -183,9 +183,9 @@ class PeerServer:
             os.close(fd)
         return count
 
-    def manifest(self, stage: str) -> bytes | None:
+    async def manifest(self, stage: str) -> bytes | None:
         """From memory, else from the replica store."""
-        return self._memory_manifest(stage) or self._store.manifest(stage)
+        return await self._memory_manifest(stage) or self._store.manifest(stage)
 
 
 class _Session:
@@ -231,7 +231,7 @@ class _Session:
         elif isinstance(request, Read):
             await self._read(request)
         elif isinstance(request, GetManifest):
-            found = self._server.manifest(request.stage)
+            found = await self._server.manifest(request.stage)
             missing = messages.failed(request.id, "missing", f"no manifest of {request.stage} here")
             await (self._stream.send(missing) if found is None else self._stream.send(Data(request.id), found))
         elif isinstance(request, Drop):
