@@ -12,6 +12,8 @@ from collections.abc import Collection
 import trio
 
 from cachexfs.adapters.etcd_server import EtcdServer
+from cachexfs.core.records import life_key
+from cachexfs.core.replica import Tx
 from cachexfs.engine.node import Node
 from cachexfs.errors import CacheXError, CannotTellError, UsageError
 
@@ -49,11 +51,23 @@ async def go_on_without(
     with trio.move_on_after(RESTART_S):
         while not await _decides(node):  # noqa: ASYNC110 (etcd's election has no event here)
             await trio.sleep(0.2)
+        await _bury(node, dead)
         gone = ", ".join(dead)
         return True, f"the catalogue goes on with {node.name} alone; {gone} may join again only as a new member"
     raise CannotTellError(
         f"the catalogue does not answer after its restart: {etcd.last_words()} (log: {etcd.log_path})"
     )
+
+
+async def _bury(node: Node, dead: Collection[str]) -> None:
+    """No claim rests on the dead from now on: their leases would hold for a while after the restart."""
+
+    def bury(tx: Tx) -> None:
+        for name in dead:
+            if tx.read(life_key(name)) is not None:
+                tx.delete(life_key(name))
+
+    await node.catalogue.mutate(bury)
 
 
 async def _answers(node: Node, name: str) -> bool:

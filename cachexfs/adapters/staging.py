@@ -146,8 +146,11 @@ class Staging:
         return [*self._allocated, *self._spilled]
 
     def size(self, stage: str) -> int:
-        """Length of a staged file in bytes. Raises ``FileNotFoundError``."""
-        return os.stat(self._path(stage)).st_size
+        """Length of a staged file in bytes; 0 when somebody has removed it."""
+        try:
+            return os.stat(self._path(stage)).st_size
+        except FileNotFoundError:
+            return 0
 
     def exchange(self, one: str, two: str) -> None:
         """Let two staged files have each other's key, in one step."""
@@ -190,7 +193,9 @@ class Staging:
 
     def orphans(self) -> list[str]:
         """What was set aside, by this daemon or an earlier one."""
-        found = [path for path in self._spill.iterdir() if path.name.endswith(ORPHAN_SUFFIX)] if self._spill else []
+        found: list[Path] = []
+        if self._spill is not None and self._spill.is_dir():  # somebody may have removed it
+            found = [path for path in self._spill.iterdir() if path.name.endswith(ORPHAN_SUFFIX)]
         orphans = self.directory / ORPHANS
         return sorted(path.name for path in [*found, *(orphans.iterdir() if orphans.is_dir() else ())])
 

@@ -130,7 +130,10 @@ def _refresh(path: str, *, forget: bool, as_json: bool) -> int:
         if len(paths) > LIST_MAX:
             write(f"{word}: ... and {len(paths) - LIST_MAX} more (--json lists all)")
     if found.missing:
-        write("a server that is down looks the same; if they are gone for good: --refresh --forget")
+        write(
+            "of these, what a node still holds is copied there again, the rest is lost until a refresh finds it there "
+            "(a server that is down looks the same); if they are gone for good: --refresh --forget"
+        )
     return code
 
 

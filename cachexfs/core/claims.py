@@ -45,6 +45,7 @@ def withdraw_commits(
         inode = tx.inode(entry.fid)
         if inode is None:
             continue
+        path = join(above, commit)
         visible = inode.pfs is not None and not inode.pfs.hidden
         landing, pending = False, b""
         gens = {inode.gen, inode.pfs.gen if inode.pfs is not None else inode.gen}
@@ -52,13 +53,12 @@ def withdraw_commits(
             if op.kind in _LANDS:
                 visible, landing = True, landing or op.kind != OpKind.RESTORE
                 gens.add(op.gen or inode.gen)
-            elif op.kind == OpKind.WITHDRAW:
+            elif op.kind == OpKind.WITHDRAW and op.path == path:  # each of its names waits for its own
                 visible, pending = False, key
         listed = [ctx.members_of(entry.fid, gen) for gen in gens]
         if not any(members is None or name in members for members in listed):
             continue
         claimed = claimed or landing
-        path = join(above, commit)
         for key, op in tx.ops_of(entry.fid) if torn else ():
             if op.kind in _LANDS and lands_at(op) == path:
                 tx.put(key, msgspec.structs.replace(op, cancelled=True))

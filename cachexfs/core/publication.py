@@ -5,8 +5,8 @@ Role: pure; see ``changes``.
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
 
 import msgspec
 
@@ -199,6 +199,22 @@ def forget_copies(tx: Tx, fid: int, gone: Collection[tuple[str, str]]) -> None:
     if inode is not None:
         copies = tuple(c for c in inode.copies if (c.node, c.store) not in gone)
         tx.put(inode_key(fid), msgspec.structs.replace(inode, copies=copies, retired=inode.gen))
+
+
+def pfs_copy_gone(tx: Tx, ctx: Ctx, fid: int, gen: int, holders: Sequence[str], error: str) -> None:
+    """The PFS has lost a content that had landed: the claim falls, and one of ``holders`` (live nodes with a copy)
+    copies it again. Nothing happens while a change of the file is pending."""
+    inode, content = tx.inode(fid), tx.generation(fid)
+    there = inode.pfs if inode is not None else None
+    if inode is None or content is None or there is None or there.hidden or tx.ops_of(fid):
+        return
+    if (inode.gen, there.gen) != (gen, gen) or inode.writing or not tx.names_of(fid):
+        return
+    tx.put(inode_key(fid), msgspec.structs.replace(inode, pfs=None, t_pfs_s=0.0, error=error))
+    if holders or not content.size:
+        owner = ctx.node if ctx.node in holders or not holders else holders[0]
+        again = Content(content.size, content.digest, content.tree, content.stage, inode.copies, inode.mtime_ns)
+        _issue_put(tx, replace(ctx, node=owner), fid, path_of(tx, fid), gen, again)
 
 
 def note_error(tx: Tx, ctx: Ctx, fid: int, error: str) -> None:

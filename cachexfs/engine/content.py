@@ -66,9 +66,17 @@ class Reader:
         if inode is not None and inode.pfs is not None and inode.pfs.hidden:
             return [b".cachexfs/held/" + inode.pfs.hidden.encode()]
         path = self.path(fid)
-        if path is None:
-            return []
-        found = [path]
+        return self._before_pending(path) if path is not None else []
+
+    def pfs_names(self, fid: int) -> list[bytes]:
+        """Where each name of a file lies on the PFS now."""
+        view = self.node.catalogue.view
+        above = [(view.path(parent), name) for parent, name in view.names_of(fid)]
+        paths = [directory + b"/" + name if directory else name for directory, name in above if directory is not None]
+        return [self._before_pending(path)[0] for path in paths]
+
+    def _before_pending(self, path: bytes) -> list[bytes]:
+        view, found = self.node.catalogue.view, [path]
         renames = [op for _, op, _ in view.ops() if op.kind in (OpKind.RENAME, OpKind.LINK)]
         for op in reversed(renames):
             if path == op.path2:
@@ -129,9 +137,8 @@ class Reader:
     async def _copy_segment(self, fid: int, content: Generation, fd: int, path: str, offset: int, length: int) -> None:
         """Bring bytes of a content into a staging file (see ``Fills``): in a PFS child, or from a partner."""
         blocks = range(offset // BLOCK_BYTES, block_count(offset + length))
-        if self._attempts(fid, content, blocks[0])[0][0] == "pfs" and await self._copy_from_pfs(
-            fid, content, path, offset, length
-        ):
+        best = next(iter(self._attempts(fid, content, blocks[0])), None)  # a lost file has none
+        if best is not None and best[0] == "pfs" and await self._copy_from_pfs(fid, content, path, offset, length):
             digests = await self._block_digests(fid, content, None)
             if digests is None or await trio.to_thread.run_sync(_match, fd, content.size, digests, blocks):
                 self.count(fid, "pfs", length)

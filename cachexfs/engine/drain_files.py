@@ -97,6 +97,7 @@ class DrainFiles:
         if source is not None and size and doubtful and not await check_stage(self.node, op.stage):
             raise FsError(errno.EIO, f"the bytes on node {self.node.name} are damaged: their digest is wrong")
         if source is None:
+            await check_stage(self.node, op.stage)
             raise FsError(errno.EIO, f"no whole copy of generation {op.gen} on node {self.node.name}")
         attrs = self.node.pfs_attrs(inode)
         record = self._record(op, inode, attrs, size, tree)

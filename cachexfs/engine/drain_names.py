@@ -191,9 +191,17 @@ class DrainNames:
                 if not again or content is None or self.node.local_path(content.stage, content.size) is None:
                     raise
                 await self._run("unlink", op.path)  # done before: this syncs the directory
+            await self._hide_others(op, before)
             if self.node.catalogue.view.inode(op.fid) is None:
                 await self._run("unlink", held)
         await self.finish(key)
+
+    async def _hide_others(self, op: Op, before: Inode | None) -> None:
+        """A hard link of a commit file claims as much as its first name."""
+        for path in self.reader.pfs_names(op.fid) if before is not None and before.pfs is not None else ():
+            found = await self._stat(path) if path != op.path else None
+            if found is not None and before is not None and before.pfs is not None and found.ino == before.pfs.ino:
+                await self._run("unlink", path)
 
     async def _restore(self, key: bytes, op: Op) -> None:
         """Bring a withdrawn commit file back, if all that it names is there now."""
@@ -209,6 +217,9 @@ class DrainNames:
             if found is None or found.ino != there.ino:
                 raise
         await self._run("attr", op.path, attrs=self.node.pfs_attrs(inode))  # also syncs what was done before
+        for path in self.reader.pfs_names(op.fid):
+            if path != op.path:
+                await self._run("link", op.path, path)
         now_s = self.node.clock.now_s()
 
         def back(tx: Tx) -> None:

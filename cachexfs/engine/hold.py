@@ -26,6 +26,8 @@ from cachexfs.errors import CacheXError
 
 log = logging.getLogger(__name__)
 
+STAT_DEADLINE_S = 20.0
+
 
 class Keeper:
     """Forgets what is not needed."""
@@ -204,11 +206,14 @@ class Keeper:
             self._candidate_bytes -= self._candidates.pop(stage, 0)
 
     async def retire(self, fid: int) -> None:
-        """Give up this node's copies of a file that is on the PFS; not while it is open or anything is pending.
+        """Give up this node's copies of a file that is on the PFS, as that says now; not while it is open or anything
+        is pending.
 
         Raises ``CatalogueUnavailableError``.
         """
         view, replicas = self.node.catalogue.view, self.node.replicas
+        if not await self._is_there(fid):
+            return
         inode, generation = view.inode(fid), view.generation(fid)
         if inode is None or generation is None or not generation.stage or not self.node.on_pfs(fid, inode):
             return
@@ -232,6 +237,31 @@ class Keeper:
             self._free()
         if replicas is not None and replicas.path(stage, 0) is not None:
             await self._drop_replica(stage)
+
+    async def _is_there(self, fid: int) -> bool:
+        """Whether the PFS has a file now of which copies are to go. What it has lost is copied there again."""
+        node, view = self.node, self.node.catalogue.view
+        inode, path = view.inode(fid), view.path(fid)
+        if inode is None or path is None or not node.live_copies(inode) or not node.on_pfs(fid, inode):
+            return False
+        if node.pfs is None or node.pfs.state != "ok":
+            return False
+        ctx, gen = node.ctx(), inode.gen
+        try:
+            found = await node.pfs.stat(path, STAT_DEADLINE_S)
+        except FileNotFoundError:
+            log.error("%r is gone from the PFS: it is copied there again", path)
+            holders, why = node.holders(inode), "somebody has removed it from the PFS"
+            await node.catalogue.mutate(lambda tx: publication.pfs_copy_gone(tx, ctx, fid, gen, holders, why))
+            return False
+        except (OSError, trio.TooSlowError) as error:
+            log.debug("whether %r is on the PFS: %s", path, error or "no answer")
+            return False
+        if (found.kind, found.size) == ("f", inode.size):
+            return True
+        why = "somebody has put another file there on the PFS: 'cachexfs status --refresh' takes it in"
+        await node.catalogue.mutate(lambda tx: publication.note_error(tx, ctx, fid, why))
+        return False
 
     async def _tell_evicted(self, fid: int) -> None:
         gone = {(self.node.name, self.node.staging.store)}

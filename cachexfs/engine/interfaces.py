@@ -328,7 +328,7 @@ class StagingArea(Protocol):
         ...
 
     def size(self, stage: str) -> int:
-        """Its length. Raises ``FileNotFoundError``."""
+        """Its length; 0 when somebody has removed it."""
         ...
 
     def exchange(self, one: str, two: str) -> None:

@@ -119,20 +119,22 @@ async def check_stage(node: Node, stage: str) -> bool:
     """
     fid, _ = parse_stage(stage)
     content = node.catalogue.view.generation(fid)
-    if content is None or content.stage != stage or not content.tree:
+    if content is None or content.stage != stage:
         return True
-    path = node.local_path(stage, content.size)
-    if path is None:
-        return False
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        good = (await node.digests(fd, content.size))[1] == content.tree
-    finally:
-        os.close(fd)
+    path, good = node.local_path(stage, content.size), False
+    if path is not None and not content.tree:
+        return True
+    why = f"the staged file on node {node.name} is gone"
+    if path is not None:
+        why = f"the bytes on node {node.name} are damaged: their digest is wrong"
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            good = (await node.digests(fd, content.size))[1] == content.tree
+        finally:
+            os.close(fd)
     node.unverified.discard(stage)
     if not good:
         stores = [node.staging.store] + ([node.replicas.store] if node.replicas is not None else [])
-        why = f"the bytes on node {node.name} are damaged: their digest is wrong"
         ctx = node.ctx()
         gone = [(node.name, store) for store in stores]
         await node.catalogue.mutate(lambda tx: publication.drop_copies(tx, ctx, fid, content.gen, gone, why))

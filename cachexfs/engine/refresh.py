@@ -1,7 +1,8 @@
 """Taking over what somebody has changed on the PFS behind the mount's back, when a user asks for it.
 
 Role: compares the PFS's listings with the catalogue at and below a path. New names and changed contents are taken in;
-a name that is missing is named, and only forgotten when the user says so, for "not there" may be a server that is down.
+a name that is missing is named, and only forgotten when the user says so, for "not there" may be a server that is down:
+until then its claim falls, and what a node still holds is copied there again.
 What has changes pending here is left alone: the drain decides about it.
 
 Concurrency: one directory after another. The catalogue's conditions see to it that nothing is taken in over a change
@@ -17,8 +18,10 @@ from dataclasses import dataclass, field
 import msgspec
 import trio
 
+from cachexfs.core import publication
 from cachexfs.core import records as rec
-from cachexfs.core.records import ROOT_FID, Dirent, Generation, Inode, PfsCopy
+from cachexfs.core.changes import issue
+from cachexfs.core.records import ROOT_FID, Dirent, Generation, Inode, Op, OpKind, PfsCopy
 from cachexfs.core.transaction import Tx
 from cachexfs.engine.content import Reader
 from cachexfs.engine.drain import Drainer
@@ -106,9 +109,12 @@ class Refresher:
         for start in range(0, len(rows), BATCH_NAMES):
             await self._take(fid, seen, prefix, rows[start : start + BATCH_NAMES], found)
         listed = pending | {name for name, stat in rows if self._is_kind(fid, name, stat.kind)}
+        there = {name for name, _ in rows}
         for name in names:
             if name not in listed and self._is_on_pfs(fid, name):
                 await self._missing(fid, name, prefix + name, found, forget=forget)
+                if not forget and name not in there:
+                    await self._fall(fid, name, prefix + name)
 
     def _is_kind(self, parent: int, name: bytes, kind: str) -> bool:
         """Whether the PFS has under a known name what the mount has: else that is missing there."""
@@ -157,6 +163,8 @@ class Refresher:
         if stat.kind != inode.kind or inode.kind not in "fl":
             return False
         there = inode.pfs
+        if there is None and inode.kind == "f" and not self.node.live_copies(inode):
+            there = PfsCopy(inode.gen, 0.0, 0, 0, 0)  # it was missing, and is back
         if there is None or there.hidden or there.gen != inode.gen:
             return False
         if inode.kind == "l":
@@ -184,6 +192,22 @@ class Refresher:
             found.forgotten.append(path)
         else:
             found.busy.append(path)
+
+    async def _fall(self, parent: int, name: bytes, path: bytes) -> None:
+        """What is missing is not claimed to be there; what a live node holds is copied there again."""
+        node, view = self.node, self.node.catalogue.view
+        entry = view.lookup(parent, name)
+        inode = view.inode(entry.fid) if entry is not None else None
+        if entry is None or inode is None or self._is_pending(path):
+            return
+        fid, ctx, why = entry.fid, node.ctx(), "somebody has removed it from the PFS"
+        if entry.kind == "d":
+            await node.catalogue.mutate(lambda tx: issue(tx, ctx, Op(OpKind.MKDIR, path, ctx.node, fid=fid)))
+            for child in list(view.children(fid)):
+                await self._fall(fid, child, path + b"/" + child)
+        elif entry.kind == "f":
+            holders = node.holders(inode)
+            await node.catalogue.mutate(lambda tx: publication.pfs_copy_gone(tx, ctx, fid, inode.gen, holders, why))
 
     async def _forget(self, parent: int, name: bytes) -> bool:
         """Remove a name, and all below it, from the catalogue only. False when changes of it are pending."""

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from real_support import COMMIT, Template, pfs_away, until, until_stage
+from real_support import COMMIT, PfsWatcher, Template, pfs_away, until, until_stage
 
 from cachexfs.demo.cluster import LocalCluster
 from cachexfs.demo.control import xattr
@@ -118,3 +119,24 @@ def test_a_mount_without_its_supervisor_is_replaced(make_cluster: MakeCluster, m
         assert (mount / "f").read_bytes() == b"data"
     until_stage(mount / "f", "pfs")
     cluster.umount()
+
+
+def test_a_hard_linked_checkpoint_is_never_a_mixture(make_cluster: MakeCluster, templates: Templates) -> None:
+    """``cp -al step-1 best``, then step-1 is saved again in place: the shards of both change, and so best falls."""
+    cluster = make_cluster(1, {"fsync": "returned", "drain_bandwidth": "6M"})
+    mount = cluster.nodes[0].mountpoint
+    with PfsWatcher(cluster.pfs, templates) as watcher:
+        for number, name in enumerate(("best", "kept")):
+            templates[number].save([mount], "step-1", sync=False)
+            (mount / name).mkdir()
+            for path in (mount / "step-1").iterdir():
+                os.link(path, mount / name / path.name)
+            until("drained", lambda: cluster.status(0).pending_ops == 0)
+            assert templates[number].same_as(cluster.pfs / name) == []
+        shutil.rmtree(mount / "step-1")
+        until("drained", lambda: not (cluster.pfs / "step-1").exists() and cluster.status(0).pending_ops == 0)
+    assert watcher.verdict.wrong == []
+    assert not (cluster.pfs / "best" / COMMIT).exists()
+    assert xattr(mount / "best", "restartable") == "no"
+    until("kept is whole", lambda: templates[1].same_as(cluster.pfs / "kept") == [])
+    assert cluster.run(0, "latest", str(mount)).out == f"{mount}/kept\n"

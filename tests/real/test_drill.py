@@ -139,6 +139,7 @@ def test_a_survivor_goes_on_once_somebody_vouches_for_all_others(
         ended = cluster.run(survivor, "recover", *dead)
         assert ended.code == EXIT_DONE, ended
         assert "goes on" in ended.out
+        assert xattr(mount / "theirs", "stage") == "returned"  # at once, whatever the leases of the dead say
         write_file(mount / "later", b"a change", sync=False)
         (mount / "later").rename(mount / "renamed")
         assert (mount / "renamed").read_bytes() == b"a change"

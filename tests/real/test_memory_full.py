@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import os
+import shutil
 import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -208,3 +209,30 @@ def test_memory_is_made_ready_while_nothing_is_written(make_cluster: Callable[..
     until("64 MiB are ready again", lambda: ready() >= 64 * MIB)
     held = sum(path.stat().st_blocks * 512 for path in Path(node.staging).rglob("*") if path.is_file())
     assert held <= 256 * MIB + MIB
+
+
+def test_a_spill_directory_that_somebody_removed_is_said_and_not_claimed(
+    make_cluster: Callable[..., LocalCluster], tmp_path: Path
+) -> None:
+    options = {"memory": "32M", "passthrough": "off", "full_timeout": "1", "spill": str(tmp_path / "spill")}
+    cluster = make_cluster(1, options | {"fsync": "returned"})
+    mount = cluster.nodes[0].mountpoint
+    with pfs_away(cluster):
+        for number in range(4):
+            put(mount / f"f{number}", 12, number)
+        gone = {path.stat().st_ino for path in spilled(cluster)}
+        shutil.rmtree(tmp_path / "spill")
+        assert gone
+        errors = 0
+        for number in range(4):
+            try:
+                digest(mount / f"f{number}")
+            except OSError as error:
+                assert error.errno == errno.EIO
+                errors += 1
+                until("it is lost", lambda: xattr(mount / f"f{number}", "stage") == "lost")  # noqa: B023
+        assert errors == len(gone)
+        status = cluster.run(0, "status", str(mount))
+        assert (status.code, status.out.count("lost: ")) == (3, errors)
+    ended = cluster.run(0, "umount", str(mount), "--timeout", "10")
+    assert (ended.code, ended.err.count("lost: ")) == (3, errors)

@@ -51,3 +51,20 @@ def test_what_is_not_on_the_pfs_is_kept_however_old(
         for name in template.shards():
             until(f"step-{step}/{name} leaves", lambda: not holders(cluster, step, name))  # noqa: B023
         assert Template.read(mount / f"step-{step}").files == template.files
+
+
+def test_what_the_pfs_has_lost_is_kept_and_copied_there_again(
+    make_cluster: Callable[..., LocalCluster], templates: tuple[Template, Template]
+) -> None:
+    cluster = make_cluster(1, {"keep_fast": "1", "fsync": "returned"})
+    mount = cluster.nodes[0].mountpoint
+    templates[0].save([mount], "step-1", sync=False)
+    until_stage(mount / "step-1", "pfs")
+    first, second, *_ = templates[0].shards()
+    (cluster.pfs / "step-1" / first).unlink()
+    templates[1].save([mount], "step-2", sync=False)
+    until("step-1 leaves", lambda: not holders(cluster, 1, second))
+    until("it is there again", lambda: (cluster.pfs / "step-1" / first).exists())
+    until_stage(mount / "step-1", "pfs")
+    assert templates[0].same_as(cluster.pfs / "step-1") == []
+    assert templates[0].same_as(mount / "step-1") == []

@@ -8,6 +8,8 @@ import pytest
 from sim_store import Ino
 from test_found import Scene, scene
 
+from cachexfs.core.boundary import Boundary
+from cachexfs.core.records import Inode
 from cachexfs.engine.interfaces import PfsAttrs
 from cachexfs.engine.refresh import Refreshed, Refresher
 from cachexfs.errors import FsError
@@ -71,12 +73,9 @@ async def test_a_changed_file_is_read_as_it_is_now(scene: Scene) -> None:
 
 
 @scene()
-async def test_a_missing_name_is_named_and_stays_until_the_user_says_so(scene: Scene) -> None:
+async def test_a_missing_name_is_forgotten_when_the_user_says_so(scene: Scene) -> None:
     await _tree(scene)
     _put(scene, b"d/a", None)
-    found = await _refresh(scene)
-    assert found.missing == [b"d/a"]
-    assert await _names(scene, b"d") == [b"a", b"b"]
     found = await _refresh(scene, b"d/a", forget=True)
     assert (found.missing, found.forgotten) == ([], [b"d/a"])
     assert await _names(scene, b"d") == [b"b"]
@@ -89,9 +88,43 @@ async def test_a_missing_name_is_named_and_stays_until_the_user_says_so(scene: S
 async def test_a_directory_that_is_gone_is_forgotten_with_all_below(scene: Scene) -> None:
     await _tree(scene)
     _put(scene, b"d", None)
-    assert (await _refresh(scene)).missing == [b"d"]
     assert (await _refresh(scene, forget=True)).forgotten == [b"d"]
     assert await _names(scene, b"") == []
+
+
+@scene()
+async def test_what_is_missing_and_still_here_is_copied_again(scene: Scene) -> None:
+    await _tree(scene)
+    for gone, missing in ((b"d/a", b"d/a"), (b"d", b"d")):
+        _put(scene, gone, None)
+        assert (await _refresh(scene)).missing == [missing]
+        assert not scene.life.node.on_pfs(*_record(scene, await scene.ino(b"d/a")))
+        await scene.drained()
+        assert [scene.on_pfs(b"d/a"), scene.on_pfs(b"d/b")] == [b"mine", b"mine too"]
+        assert scene.life.node.on_pfs(*_record(scene, await scene.ino(b"d/a")))
+    assert await _refresh(scene) == Refreshed()
+
+
+@scene()
+async def test_what_is_missing_and_nowhere_else_is_lost_until_it_is_back(scene: Scene) -> None:
+    _put(scene, b"a", b"theirs")
+    await _refresh(scene)
+    fid = await scene.ino(b"a")
+    _put(scene, b"a", None)
+    assert (await _refresh(scene)).missing == [b"a"]
+    assert scene.life.node.boundary(*_record(scene, fid)) == Boundary.LOST
+    assert await _names(scene, b"") == [b"a"]
+    assert await _refresh(scene) == Refreshed()
+    _put(scene, b"a", b"theirs")
+    assert (await _refresh(scene)).changed == [b"a"]
+    assert scene.life.node.boundary(*_record(scene, fid)) == Boundary.PFS
+    assert await scene.read(b"a") == b"theirs"
+
+
+def _record(scene: Scene, fid: int) -> tuple[int, Inode]:
+    inode = scene.life.node.catalogue.view.inode(fid)
+    assert inode is not None
+    return fid, inode
 
 
 @scene()
