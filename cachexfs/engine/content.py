@@ -15,6 +15,7 @@ import logging
 import os
 from collections import OrderedDict, defaultdict
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from functools import partial
 
 import trio
@@ -258,13 +259,25 @@ class Reader:
 
     async def _read_pfs(self, fid: int, offset: int, length: int) -> bytes:
         missing = FileNotFoundError(errno.ENOENT, "no name on the PFS")
-        for path in self.pfs_paths(fid) if self.node.pfs is not None else ():
+        paths = self.pfs_paths(fid) if self.node.pfs is not None else []
+        for path in paths:
             try:
                 assert self.node.pfs is not None
                 return await self.node.pfs.read(path, offset, length, PFS_DEADLINE_S)
             except FileNotFoundError as error:
                 missing = error
+        await self._note_gone(fid, paths)
         raise missing
+
+    async def _note_gone(self, fid: int, paths: list[bytes]) -> None:
+        """The PFS is whole and has none of these: that claim falls, unless the file has got another name meanwhile."""
+        node, inode = self.node, self.node.catalogue.view.inode(fid)
+        if inode is None or not paths or not node.on_pfs(fid, inode) or self.pfs_paths(fid) != paths:
+            return
+        log.error("%r is gone from the PFS", paths[0])
+        ctx, holders, why = node.ctx(), node.holders(inode), "somebody has removed it from the PFS"
+        with suppress(CacheXError):
+            await node.catalogue.mutate(lambda tx: publication.pfs_copy_gone(tx, ctx, fid, inode.gen, holders, why))
 
     async def _block_digests(self, fid: int, content: Generation, holder: str | None) -> list[bytes] | None:
         """Block digests of a content, checked against the catalogue.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import signal
@@ -10,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from real_support import COMMIT, PfsWatcher, Template, pfs_away, until, until_stage
+from real_support import COMMIT, PfsWatcher, Template, pfs_away, raises_errno, until, until_stage
 
 from cachexfs.demo.cluster import LocalCluster
 from cachexfs.demo.control import xattr
@@ -140,3 +141,24 @@ def test_a_hard_linked_checkpoint_is_never_a_mixture(make_cluster: MakeCluster, 
     assert xattr(mount / "best", "restartable") == "no"
     until("kept is whole", lambda: templates[1].same_as(cluster.pfs / "kept") == [])
     assert cluster.run(0, "latest", str(mount)).out == f"{mount}/kept\n"
+
+
+def test_what_was_read_and_is_gone_from_the_pfs_is_not_claimed(make_cluster: MakeCluster, templates: Templates) -> None:
+    cluster = make_cluster(1, mounted=False)
+    for step in (1, 2):
+        templates[0].save([cluster.pfs], f"step-{step}")
+    cluster.mount()
+    mount = cluster.nodes[0].mountpoint
+    assert cluster.run(0, "latest", str(mount)).out == f"{mount}/step-2\n"
+    shard = templates[0].shards()[0]
+    (cluster.pfs / "step-2" / shard).rename(cluster.pfs / "aside")
+    with raises_errno(errno.EIO):
+        (mount / "step-2" / shard).read_bytes()
+    assert xattr(mount / "step-2" / shard, "stage") == "lost"
+    assert xattr(mount / "step-2", "restartable") == "no"
+    assert cluster.run(0, "latest", str(mount)).out == f"{mount}/step-1\n"
+    assert cluster.run(0, "status", str(mount)).code == 3
+    (cluster.pfs / "aside").rename(cluster.pfs / "step-2" / shard)
+    assert cluster.run(0, "status", "--refresh", str(mount)).code == 0
+    assert templates[0].same_as(mount / "step-2") == []
+    assert cluster.run(0, "latest", str(mount)).out == f"{mount}/step-2\n"
