@@ -13,7 +13,7 @@ import trio
 
 from cachexfs.adapters.etcd_server import EtcdServer
 from cachexfs.core.records import life_key
-from cachexfs.core.replica import Tx
+from cachexfs.core.transaction import Tx
 from cachexfs.engine.node import Node
 from cachexfs.errors import CacheXError, CannotTellError, UsageError
 
