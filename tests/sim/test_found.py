@@ -665,11 +665,17 @@ async def test_truncate_does_not_cut_in_place_what_was_just_closed(scene: Scene)
     await scene.fs.flush(opened.handle)
     stage = opened.handle.vnode.stage
     ino = await scene.ino(b"a")
-    found = os.open(scene.life.staging.path(stage), os.O_RDONLY)
-    scene.life.nursery.start_soon(scene.fs.release, opened.handle)  # type: ignore[union-attr]
-    await scene.fs.setattr(ino, None, size=3000)
-    assert os.fstat(found).st_size == 6000
-    os.close(found)
+    published = os.open(scene.life.staging.path(stage), os.O_RDONLY)
+
+    async def release() -> None:
+        await trio.sleep(0.1)
+        await scene.fs.release(opened.handle)
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(release)
+        await scene.fs.setattr(ino, None, size=3000)
+        assert os.fstat(published).st_size == 6000
+    os.close(published)
     await scene.drained()
     assert scene.on_pfs(b"a") == b"a" * 3000
 
