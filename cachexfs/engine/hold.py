@@ -118,6 +118,8 @@ class Keeper:
             return True
         if self.fills is not None and self.fills.give_up(length):
             return True
+        if self.node.pfs is not None and self.node.pfs.state != "ok" and self.spiller.can_take(length):
+            return False  # what is there cannot be read there now: it moves to NVMe instead
         for fid, stage in self._evictable():
             if staging.is_spilled(stage):
                 continue

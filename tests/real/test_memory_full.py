@@ -244,3 +244,16 @@ def test_a_spill_directory_that_somebody_removed_is_said_and_not_claimed(
         assert (status.code, status.out.count("lost: ")) == (3, errors)
     ended = cluster.run(0, "umount", str(mount), "--timeout", "10")
     assert (ended.code, ended.err.count("lost: ")) == (3, errors)
+
+
+def test_nothing_is_evicted_to_a_pfs_that_is_away_while_nvme_has_room(small: LocalCluster) -> None:
+    mount = small.nodes[0].mountpoint
+    size = of_memory(small, 0.4)
+    sums = {f"f{number}": put(mount / f"f{number}", size, number) for number in range(2)}
+    for name in sums:
+        until_stage(mount / name, "pfs")
+    with pfs_away(small):
+        until("the PFS is seen to be away", lambda: small.status(0).pfs_state != "ok")
+        sums["more"] = put(mount / "more", size, 9)
+        sums["again"] = put(mount / "again", size, 10)
+        assert {name: digest(mount / name) for name in sums} == sums
