@@ -183,8 +183,9 @@ class Drainer:
         wanted = op.kind == OpKind.PUT and op.size and not op.ready and not op.cancelled
         holders = self._holders(op) if wanted else []
         if node.live(op.owner):
-            # Who came back without its memory gets the bytes of its files again, but for those that were removed.
-            left = holders and op.owner not in holders and node.catalogue.view.inode(op.fid) is None
+            # Who came back without its memory gets the bytes again only where others have too few copies.
+            inode = node.catalogue.view.inode(op.fid)
+            left = holders and op.owner not in holders and (inode is None or inode.gen == op.gen)
             return (holders[0] if left else op.owner) == node.name
         if holders:
             return holders[0] == node.name

@@ -137,6 +137,29 @@ def test_bytes_that_were_overwritten_after_a_flush_outlive_the_daemon(
     assert "damaged" not in cluster.nodes[0].log.read_text()
 
 
+def test_a_file_that_was_cut_after_a_flush_is_not_lost_with_the_daemon(
+    make_cluster: Callable[..., LocalCluster],
+) -> None:
+    """Where the kernel writes it is the published file itself that becomes shorter."""
+    cluster = make_cluster(1, {"supervisor": "on"})
+    path = cluster.nodes[0].mountpoint / "f"
+    fd = os.open(path, os.O_CREAT | os.O_RDWR)
+    os.write(fd, b"1" * 5000)
+    os.close(os.dup(fd))
+    os.ftruncate(fd, 1000)
+    old = cluster.status(0).pid
+    cluster.kill_daemon(0)
+    until("another daemon answers", lambda: cluster.answers(0) and cluster.status(0).pid != old)
+    assert (xattr(path, "stage"), os.fstat(fd).st_size) == ("writing", 1000)
+    os.close(fd)
+    assert path.read_bytes() == b"1" * 1000
+    cluster.umount()
+    assert (cluster.pfs / "f").read_bytes() == b"1" * 1000
+    log = cluster.nodes[0].log.read_text()
+    assert "lost" not in log
+    assert "gone" not in log
+
+
 @pytest.mark.parametrize("passthrough", ["auto", "off"])
 def test_bytes_that_were_appended_before_older_ones_were_changed_outlive_two_daemons(
     make_cluster: Callable[..., LocalCluster], passthrough: str
