@@ -19,14 +19,13 @@ from cachexfs.core.records import ROOT_FID, OpKind
 from cachexfs.engine.filesystem import Filesystem
 
 FILE, DIRECTORY = NewAttrs(0o644, 0, 0), NewAttrs(0o755, 0, 0)
-SEED_OF_TWO_NODES = 1
+SEEDS = {2: 1, 3: 5}  # number of nodes -> a seed that gives so many
 
 
 class Pair(Cluster):
-    """Two nodes to which only the scene does something; fsync waits for the partner."""
+    """Two nodes, or three, to which only the scene does something; fsync waits for the partner."""
 
     async def play(self, scene: Callable[[Pair], Awaitable[None]]) -> None:
-        self.seats = self.seats[:2]
         async with trio.open_nursery() as self._nursery:
             for seat in self.seats:
                 await seat.born(self._nursery)
@@ -65,9 +64,10 @@ class Pair(Cluster):
             await fs.release(handle)
 
 
-def play(scene: Callable[[Pair], Awaitable[None]]) -> None:
+def play(scene: Callable[[Pair], Awaitable[None]], nodes: int = 2) -> None:
     with tempfile.TemporaryDirectory() as directory, inline_threads(1):
-        pair = Pair(SEED_OF_TWO_NODES, directory, fsync="partner")
+        pair = Pair(SEEDS[nodes], directory, fsync="partner")
+        assert len(pair.seats) == nodes
         trio.run(pair.play, scene, clock=trio.testing.MockClock(autojump_threshold=0))
 
 
@@ -127,6 +127,24 @@ def test_a_temporary_commit_file_that_another_one_replaced_is_not_wanted_by_the_
         assert [drainer._unneeded(key, op) for key, op in puts] == [True, True, False]
 
     play(scene)
+
+
+def test_the_drains_of_a_node_that_lost_its_memory_are_carried_out_by_those_that_have_the_bytes() -> None:
+    """They waited for the bytes to come back to their node, which never got them: two others had them."""
+
+    async def scene(pair: Pair) -> None:
+        await pair.write(0, ROOT_FID, b"a", b"of node 0")
+        await trio.sleep(5)
+        await pair.lose(0, 60.0)
+        pair.faults.away = False
+        with trio.fail_after(300):
+            while pair.log.state.op_count:  # noqa: ASYNC110
+                await trio.sleep(1)
+        found = pair.store.find(b"a")
+        assert found is not None
+        assert found.data == b"of node 0"
+
+    play(scene, nodes=3)
 
 
 @pytest.mark.parametrize("removed", [True, False])
