@@ -64,7 +64,7 @@ async def adopt(
             continue
         resumed = files.known(fid) is not None  # with its newest bytes: what those before them have, they have
         await _adopt_one(node, keeper, stage, fid, gen, set_aside or node.staging.remove, resumed=resumed)
-    await _drop_absent(node)
+    await _drop_absent(node, files)
     for key, entry in list(node.catalogue.view.items()):
         record = entry.record if key.startswith((b"g/", b"i/")) else None
         if isinstance(record, rec.Generation) and int(key[2:], 16) in open_files:
@@ -81,7 +81,7 @@ async def adopt(
             await node.catalogue.mutate(_clear_writing(fid, node.name))
 
 
-async def _drop_absent(node: Node) -> None:
+async def _drop_absent(node: Node, files: Files) -> None:
     """Copies that this node has by the catalogue, and that somebody has removed: no claim rests on them."""
     view = node.catalogue.view
     for fid, inode in list(view.inodes()):
@@ -89,6 +89,8 @@ async def _drop_absent(node: Node) -> None:
         content = view.generation(fid)
         if not claimed or content is None or content.gen != inode.gen:
             continue
+        if (vnode := files.known(fid)) is not None and vnode.dirty and vnode.stage == content.stage:
+            continue  # resumed: the kernel's writer has cut what was published, in place
         gone = claimed - {(c.node, c.store) for c in node.own_copies(content.stage, content.size)}
         why = f"the staged file on node {node.name} is gone"
         if not gone:
