@@ -162,3 +162,17 @@ def test_what_was_read_and_is_gone_from_the_pfs_is_not_claimed(make_cluster: Mak
     assert cluster.run(0, "status", "--refresh", str(mount)).code == 0
     assert templates[0].same_as(mount / "step-2") == []
     assert cluster.run(0, "latest", str(mount)).out == f"{mount}/step-2\n"
+
+
+def test_latest_cannot_tell_while_the_pfs_is_away(
+    make_cluster: Callable[..., LocalCluster], templates: tuple[Template, Template]
+) -> None:
+    cluster = make_cluster(1)
+    mount = cluster.nodes[0].mountpoint
+    templates[0].save([mount], "step-1", sync=False)
+    until_stage(mount / "step-1", "pfs")
+    assert cluster.run(0, "latest", str(mount), "--at", "pfs").out == f"{mount / 'step-1'}\n"
+    with pfs_away(cluster):
+        until("the PFS is seen to be away", lambda: cluster.status(0).pfs_state != "ok")
+        assert cluster.run(0, "latest", str(mount), "--at", "pfs").code == 4
+        assert cluster.run(0, "latest", str(mount)).out == f"{mount / 'step-1'}\n"
