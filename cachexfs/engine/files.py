@@ -262,6 +262,9 @@ class Files:
         vnode = self._current.get(fid)
         if vnode is not None:
             vnode.last = inode
+            if vnode.fd < 0 and vnode.handles and not vnode.content.size and inode.kind == "f":
+                vnode.stage = self.source.new_stage(fid, vnode.content.gen + 1)  # for its attributes alone
+                vnode.fd = self.node.staging.create(vnode.stage)
             self.keep_last(vnode)
 
     @staticmethod

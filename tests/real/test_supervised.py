@@ -137,6 +137,26 @@ def test_bytes_that_were_overwritten_after_a_flush_outlive_the_daemon(
     assert "damaged" not in cluster.nodes[0].log.read_text()
 
 
+def test_an_empty_open_file_without_a_name_keeps_its_mode_over_the_daemon(
+    make_cluster: Callable[..., LocalCluster],
+) -> None:
+    cluster = make_cluster(1, {"supervisor": "on"})
+    path = cluster.nodes[0].mountpoint / "f"
+    path.touch()
+    fd = os.open(path, os.O_RDWR)
+    path.chmod(0o750)
+    path.unlink()
+    old = cluster.status(0).pid
+    cluster.kill_daemon(0)
+    until("another daemon answers", lambda: cluster.answers(0) and cluster.status(0).pid != old)
+    assert (os.fstat(fd).st_mode & 0o7777, os.fstat(fd).st_size, os.fstat(fd).st_nlink) == (0o750, 0, 0)
+    os.write(fd, b"and on")
+    assert os.pread(fd, 10, 0) == b"and on"
+    os.close(fd)
+    files = Path(cluster.nodes[0].staging) / "files"
+    until("nothing of it is left", lambda: not list(files.iterdir()))
+
+
 def test_a_file_that_was_cut_after_a_flush_is_not_lost_with_the_daemon(
     make_cluster: Callable[..., LocalCluster],
 ) -> None:
