@@ -38,7 +38,7 @@ from cachexfs.engine.drain_names import DrainNames
 from cachexfs.engine.files import Files
 from cachexfs.engine.node import Node
 from cachexfs.engine.vnode import Vnode
-from cachexfs.errors import CacheXError, quoted
+from cachexfs.errors import CacheXError, CatalogueUnavailableError, quoted
 
 log = logging.getLogger(__name__)
 
@@ -293,6 +293,9 @@ class Drainer:
 
     # ---- operations
     async def _carry_out(self, key: bytes, op: Op, state: _State) -> None:
+        if self.node.catalogue.outage_s > self.node.options.node_timeout_s / 2:
+            # Others may have taken over: what they land must not meet what this node, knowing nothing of it, does late.
+            raise CatalogueUnavailableError("the catalogue does not answer: the PFS is left to those that it answers")
         if op.kind == OpKind.PUT:
             await self._put(key, op, state)
             return

@@ -147,6 +147,33 @@ def test_the_drains_of_a_node_that_lost_its_memory_are_carried_out_by_those_that
     play(scene, nodes=3)
 
 
+def test_a_node_that_is_cut_off_leaves_the_pfs_to_those_that_took_over() -> None:
+    """It removed a file late that a survivor had landed after its removal."""
+
+    async def scene(pair: Pair) -> None:
+        pair.faults.away = False
+        await pair.write(0, ROOT_FID, b"a", b"old")
+        await trio.sleep(60)
+        pair.faults.away = True
+        await pair.fs(0).unlink(ROOT_FID, b"a")
+        await trio.sleep(1)
+        pair.seats[0].link.set(up=False)
+        await trio.sleep(20)  # its lease has ended
+        cut_off = pair.seats[0].current
+        assert cut_off is not None
+        cut_off.pfs.dead = True  # what it begins from now on comes late
+        pair.faults.away = False
+        await pair.write(1, ROOT_FID, b"a", b"new")
+        await trio.sleep(30)
+        cut_off.pfs.dead = False
+        await trio.sleep(30)
+        found = pair.store.find(b"a")
+        assert found is not None
+        assert found.data == b"new"
+
+    play(scene)
+
+
 @pytest.mark.parametrize("removed", [True, False])
 def test_what_another_node_does_just_after_a_publication_is_not_taken_for_it(*, removed: bool) -> None:
     """A close asked the catalogue what it had made, when that was gone or another node's content."""
