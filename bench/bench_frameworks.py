@@ -184,7 +184,7 @@ def saving(ranks: Ranks, directory: Path, size: int, settle: Callable[[], None])
 def run(report: Report, arguments: argparse.Namespace, disk: Path) -> None:
     """All rows that were asked for."""
     wanted, size = arguments.only.split(","), arguments.mib << 20
-    options = {"fsync": "returned", "memory": str(2 * size + (1 << 30)), "staging": None}
+    options = {"fsync": "returned", "memory": str(2 * size + (1 << 30)), "staging": None, "prefault": None}
     with contextlib.ExitStack() as stack:
         cluster = stack.enter_context(LocalCluster(disk / "ours", nodes=1, options=options))
         cluster.mount()

@@ -66,7 +66,7 @@ class Place:
 @contextlib.contextmanager
 def alone(root: Path, memory: int, **options: str | None) -> Iterator[Place]:
     """A mounted node of its own."""
-    given = {"memory": str(memory), "fsync": "returned", "staging": None, **options}
+    given = {"memory": str(memory), "fsync": "returned", "staging": None, "prefault": None, **options}
     with LocalCluster(root, nodes=1, options=given) as cluster:
         cluster.mount()
         yield Place(cluster)
@@ -153,6 +153,8 @@ def supervisor(report: Report, root: Path, size: int, rounds: int) -> None:
     with (
         alone(root / "s", memory, passthrough="off") as place,
         alone(root / "n", memory, passthrough="off", supervisor="off") as bare,
+        tmpfs(memory) as plain,
+        discarding(root) as hole,
     ):
 
         def ready(size: int) -> None:
@@ -162,8 +164,12 @@ def supervisor(report: Report, root: Path, size: int, rounds: int) -> None:
         sides = [fresh(side.directory, size, ready) for side in (place, bare)]
         for side in (*sides, *sides):
             side(0)
-        ours, theirs = alternate(rounds, *sides)
+        ours, theirs, memory_only, ceiling = alternate(
+            rounds, *sides, fresh(plain, size, ready), fresh(hole, size, ready)
+        )
         report.ratio("handler write, with supervisor", "GB/s", ours, theirs, "without", 0.75)
+        report.ratio("handler write, without supervisor", "GB/s", theirs, memory_only, "fresh file, 4 KiB pages", 0.9)
+        report.ratio("handler write, without supervisor", "GB/s", theirs, ceiling, "a mount that discards", 0.5)
         ours, theirs = alternate(rounds, small_side(place), small_side(bare))
         report.ratio("create, 4 KiB, close, with supervisor", "files/s", ours, theirs, "without", 0.5, note="aim 0.8")
 
