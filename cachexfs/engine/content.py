@@ -40,6 +40,10 @@ PEER_DEADLINE_S = 15.0
 BlockKey = tuple[int, int, int]  # (file id, generation, block index)
 
 
+def _nothing() -> None:
+    """Nobody counts."""
+
+
 class Reader:
     """Verified reads of published contents."""
 
@@ -106,8 +110,10 @@ class Reader:
             parts.append(block[start : offset + length - index * BLOCK_BYTES])
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
-    async def fetch_into(self, fid: int, content: Generation, fd: int, length: int) -> None:
-        """Copy the first ``length`` bytes of a content into an open file."""
+    async def fetch_into(
+        self, fid: int, content: Generation, fd: int, length: int, grown: Callable[[], None] = _nothing
+    ) -> None:
+        """Copy the first ``length`` bytes of a content into an open file. ``grown`` is called after each piece."""
         path = self.node.local_path(content.stage, content.size) if content.stage else None
         if path is not None:
             source = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -116,9 +122,11 @@ class Reader:
             finally:
                 os.close(source)
             return
-        await self._fetch_blocks(fid, content, fd, range(block_count(length)), length)
+        await self._fetch_blocks(fid, content, fd, range(block_count(length)), length, grown)
 
-    async def _fetch_blocks(self, fid: int, content: Generation, fd: int, blocks: range, end: int) -> None:
+    async def _fetch_blocks(
+        self, fid: int, content: Generation, fd: int, blocks: range, end: int, grown: Callable[[], None] = _nothing
+    ) -> None:
         """Put blocks of a content, up to byte ``end`` of it, into an open file; some at a time."""
         slots = trio.CapacityLimiter(BLOCKS_AT_ONCE)
 
@@ -126,6 +134,7 @@ class Reader:
             async with slots:
                 block, source = await self._fetch(fid, content, index)
                 os.pwrite(fd, block[: end - index * BLOCK_BYTES], index * BLOCK_BYTES)
+                grown()
                 self.count(fid, source, len(block))
 
         try:

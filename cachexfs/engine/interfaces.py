@@ -251,8 +251,10 @@ class ContentSource(Protocol):
         """Verified bytes of a published content from wherever they are. Raises ``FsError`` (EIO, ESTALE)."""
         ...
 
-    async def fetch_into(self, fid: int, content: Generation, fd: int, length: int) -> None:
-        """Copy the first bytes of a published content into a file."""
+    async def fetch_into(
+        self, fid: int, content: Generation, fd: int, length: int, grown: Callable[[], None] = ...
+    ) -> None:
+        """Copy the first bytes of a published content into a file. ``grown`` is called after each piece."""
         ...
 
     def grown(self, vnode: Vnode) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import errno
 import os
+from functools import partial
 
 import trio
 
@@ -143,7 +144,8 @@ class Writing:
                 if vnode.fd >= 0:
                     await copy_bytes(vnode.fd, fd, want)
                 else:
-                    await self.source.fetch_into(vnode.fid, vnode.content, fd, want)
+                    count = partial(staging.recount, part, fd)
+                    await self.source.fetch_into(vnode.fid, vnode.content, fd, want, count)
             staging.recount(part, fd)
             staging.rename(part, stage)  # only now it is something that a restart may take for the newest bytes
         except BaseException:
