@@ -69,11 +69,17 @@ def withdraw_commits(
     return claimed
 
 
-def tear(tx: Tx, key: bytes, claimants: Collection[bytes]) -> None:
-    """The bytes of a removed file are gone, too: its PUT is given up, and commit files that claim it are not seen."""
-    if not isinstance(tx.read(key), Op):
+def tear(tx: Tx, key: bytes, claimants: Collection[bytes], *, keep_name: bool = False) -> None:
+    """The bytes of a file that was removed or written anew are gone, too: its PUT is given up, and commit files that
+    claim it are not seen. ``keep_name``: what waits for the name finds an empty file there.
+    """
+    put = tx.read(key)
+    if not isinstance(put, Op):
         return
-    tx.delete(key)
+    if keep_name:
+        tx.put(key, msgspec.structs.replace(put, size=0, stage=""))
+    else:
+        tx.delete(key)
     for other in claimants:
         op = tx.read(other)
         if isinstance(op, Op) and op.kind in _LANDS:

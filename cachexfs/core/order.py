@@ -211,6 +211,12 @@ class PendingOrder:
                 return True
         return False
 
+    def moved_between(self, path: bytes, low: bytes, high: bytes) -> bool:
+        """Whether an operation between two pending ones gives what lies at ``path`` another name."""
+        start, end = self._ops[low][0], self._ops[high][0]
+        moves = [op for seq, op in self._ops.values() if start < seq < end and op.kind in (OpKind.RENAME, OpKind.LINK)]
+        return any(covers(op.path, path) for op in moves)
+
     def claimed_after(self, key: bytes, live: Callable[[int], bool]) -> bool:
         """Whether a commit file that lists members is going to land later than the PUT ``key``, and waits for it.
 

@@ -185,7 +185,7 @@ class Drainer:
         if node.live(op.owner):
             # Who came back without its memory gets the bytes again only where others have too few copies.
             inode = node.catalogue.view.inode(op.fid)
-            left = holders and op.owner not in holders and (inode is None or inode.gen == op.gen)
+            left = holders and op.owner not in holders and (inode is None or self._is_part(op, inode))
             return (holders[0] if left else op.owner) == node.name
         if holders:
             return holders[0] == node.name
@@ -343,21 +343,39 @@ class Drainer:
             await self._note_ready(key, ready=False)
             raise OSError(errno.EIO, "the prepared file is gone")
 
+    def _is_part(self, op: Op, inode: Inode) -> bool:
+        """Whether who has the current content of a file has what a PUT lands: that, or what it was appended to."""
+        content = self.node.catalogue.view.generation(op.fid)
+        return inode.gen == op.gen or (content is not None and content.stage == op.stage)
+
     def _is_gone(self, op: Op) -> bool:
-        """Whether no node has the bytes of a file that was removed: they do not come back."""
-        if self.node.catalogue.view.inode(op.fid) is not None or self.ready.has_source(op):
+        """Whether no node has the bytes of a file that was removed or written anew: they do not come back."""
+        inode = self.node.catalogue.view.inode(op.fid)
+        if inode is None:
+            return not self.ready.has_source(op) and all(name == self.node.name for name in self._holders(op))
+        if self._next(op) is None or self.ready.has_own(op):
             return False
-        return all(name == self.node.name for name in self._holders(op))
+        return not self._is_part(op, inode) or all(name == self.node.name for name in self._holders(op))
+
+    def _next(self, op: Op) -> bytes | None:
+        """The PUT of the next content of the same file."""
+        later = ((o.gen, k) for k, o in self.node.catalogue.view.ops_of(op.fid) if o.kind == OpKind.PUT)
+        return min((row for row in later if row[0] > op.gen), default=(0, None))[1]
 
     async def _tear(self, key: bytes, op: Op) -> None:
-        """A commit file was to land after bytes that are lost, and whose file is removed."""
-        view, torn = self.node.catalogue.view, []
-        for other, names in self.waits.order.claimants(key, lambda fid: view.inode(fid) is not None):
+        """A commit file was to land after bytes that are lost, and whose file is removed or has other bytes since."""
+        view, order, following, torn = self.node.catalogue.view, self.waits.order, self._next(op), list[bytes]()
+        for other, names in order.claimants(key, lambda fid: view.inode(fid) is not None):
+            if following is not None and order.seq(other) > order.seq(following):
+                break  # it claims what is there then
             commit = view.op(other)
             if commit is not None and any(map(self.waits.claims(commit), names)):
                 torn.append(other)
-        log.warning("%r: its bytes are lost, and it was removed: %d commit files do not land", op.path, len(torn))
-        await self.node.catalogue.mutate(lambda tx: claims.tear(tx, key, torn))
+        inode = view.inode(op.fid)
+        nowhere = inode is not None and inode.pfs is None
+        moved = nowhere and following is not None and order.moved_between(op.path, key, following)
+        log.warning("%r: its bytes are lost, and it has changed: %d commit files do not land", op.path, len(torn))
+        await self.node.catalogue.mutate(lambda tx: claims.tear(tx, key, torn, keep_name=moved))
 
     def _is_only_copy(self, op: Op) -> bool:
         """Whether what is ready is all that the loss of this node would leave: a survivor lands it then."""

@@ -129,6 +129,10 @@ class DrainFiles:
         """Whether this node has the bytes of a PUT."""
         return self._source(op, self.node.catalogue.view.generation(op.fid))[0] is not None
 
+    def has_own(self, op: Op) -> bool:
+        """Whether this node has the very bytes of a PUT, or what a writer that the kernel served has left of them."""
+        return not op.size or self.node.staging.has(op.stage) or self.node.local_path(op.stage, op.size) is not None
+
     def _source(self, op: Op, content: Generation | None) -> tuple[str | None, int]:
         """Where the bytes of a PUT lie on this node, and how many.
 

@@ -147,6 +147,48 @@ def test_the_drains_of_a_node_that_lost_its_memory_are_carried_out_by_those_that
     play(scene, nodes=3)
 
 
+@pytest.mark.parametrize("away_s", [1.0, 60.0])
+@pytest.mark.parametrize("saved_again", [True, False])
+@pytest.mark.parametrize("moved", [True, False])
+def test_lost_bytes_that_have_been_overwritten_hold_nothing_up(
+    *, away_s: float, saved_again: bool, moved: bool
+) -> None:
+    """Their own node tried for ever to land what only it had had, and all later changes waited for that."""
+
+    async def scene(pair: Pair) -> None:
+        fs = pair.fs(0)
+        directory = (await fs.mkdir(ROOT_FID, b"d", DIRECTORY)).ino
+        name = b"k" if moved else b"m"
+
+        async def commit(number: int, members: dict[bytes, bytes]) -> None:
+            pair.saves.made[commit_file(number, members)] = members
+            await pair.write(0, directory, b".metadata.tmp", commit_file(number, members))
+            await fs.rename(directory, b".metadata.tmp", directory, b".metadata", 0)
+
+        await pair.write(0, directory, b"m", b"old")
+        if moved:
+            await fs.rename(directory, b"m", directory, name, 0)
+        await commit(1, {name: b"old"})
+        handle = await fs.open((await fs.lookup(directory, name)).ino, os.O_WRONLY | os.O_TRUNC)
+        await fs.write(handle, 0, b"newer")
+        await fs.flush(handle)
+        await fs.release(handle)
+        if saved_again:
+            await commit(2, {name: b"newer"})
+        await trio.sleep(5)
+        await pair.lose(0, away_s)
+        pair.faults.away = False
+        with trio.fail_after(300):
+            while pair.log.state.op_count:  # noqa: ASYNC110
+                await trio.sleep(1)
+        there = pair.store.find(b"d")
+        assert there is not None
+        wanted = {b".metadata": commit_file(2, {name: b"newer"})} if saved_again else {}
+        assert {found: ino.data for found, ino in there.entries.items()} == {name: b"newer", **wanted}
+
+    play(scene)
+
+
 def test_a_node_that_is_cut_off_leaves_the_pfs_to_those_that_took_over() -> None:
     """It removed a file late that a survivor had landed after its removal."""
 
