@@ -292,15 +292,20 @@ class Drainer:
         return errno.errorcode.get(code, str(code)) if state.refusals >= PARK_AFTER or code in _FULL else ""
 
     # ---- operations
-    async def _carry_out(self, key: bytes, op: Op, state: _State) -> None:
+    def _check_reach(self) -> None:
+        """Others may have taken over: what they land must not meet what this node, knowing nothing of it, does late."""
         if self.node.catalogue.outage_s > self.node.options.node_timeout_s / 2:
-            # Others may have taken over: what they land must not meet what this node, knowing nothing of it, does late.
             raise CatalogueUnavailableError("the catalogue does not answer: the PFS is left to those that it answers")
+
+    async def _carry_out(self, key: bytes, op: Op, state: _State) -> None:
+        self._check_reach()
         if op.kind == OpKind.PUT:
             await self._put(key, op, state)
             return
         async with self._meta_slots:
-            if self.waits.blocker(key) is not None:
+            self._check_reach()  # waiting may have taken long
+            current = self.node.catalogue.view.op(key)
+            if current is None or not self.responsible(current) or self.waits.blocker(key) is not None:
                 return
             if op.parked and self._made_anew(key, op):
                 await self.names.finish(key)  # what it was to remove is about to be replaced
@@ -326,8 +331,10 @@ class Drainer:
             return
         if not state.ready:
             async with self._copy_slots.slot(self.waits.order.seq(key)):
-                if self.files.busy(op.fid):
-                    return
+                current = self.node.catalogue.view.op(key)
+                if current is None or not self.responsible(current) or self.files.busy(op.fid):
+                    return  # others may have carried it out while this one waited
+                self._check_reach()
                 await self.ready.prepare(op, self.node.catalogue.view.inode(op.fid))
             state.ready = True
         blocker = self.waits.blocker(key)
@@ -338,6 +345,7 @@ class Drainer:
         if current is None or self._unneeded(key, current):
             await self._give_up(key, op)
             return
+        self._check_reach()
         if not await self.ready.land(key, current, self._meta_slots):
             state.ready = False
             await self._note_ready(key, ready=False)

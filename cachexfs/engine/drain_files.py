@@ -74,10 +74,15 @@ class DrainFiles:
             await trio.sleep_forever()
 
     def notice(self, changes: Applied) -> None:
-        """Catalogue listener: files that are gone."""
+        """Catalogue listener: files that are gone, contents that have landed."""
         for key, old, new in changes:
-            if isinstance(old, Inode) and new is None and int(key[2:], 16) in self._made and self._nursery:
-                self._nursery.start_soon(self._forget_file, int(key[2:], 16))
+            if not isinstance(old, Inode) or self._nursery is None or int(key[2:], 16) not in self._made:
+                continue
+            if new is None:
+                self._nursery.start_soon(self._forget_file, int(key[2:], 16), _GEN_MAX)
+            elif isinstance(new, Inode) and new.pfs is not None and (old.pfs is None or old.pfs.gen < new.pfs.gen):
+                # Perhaps another node has landed it.
+                self._nursery.start_soon(self._forget_file, int(key[2:], 16), new.pfs.gen)
 
     # ---- ready
     async def prepare(self, op: Op, inode: Inode | None, tree: bytes = b"") -> None:
@@ -109,6 +114,7 @@ class DrainFiles:
         while (now := _file_at(source)) != before:  # what was published has moved to a file of its own
             before = now
             await self._pfs.prepare(source, size, op.hidden, attrs, record, STALL_S, digest=digest)
+        self._made.setdefault(op.fid, {})[op.hidden] = op.gen  # also if another node has landed that meanwhile
         self.progress.landed_bytes += op.size
 
     def fsynced(self, op: Op, tree: bytes) -> None:
@@ -230,10 +236,10 @@ class DrainFiles:
         """Hidden names that pending operations will land."""
         return {op.hidden for _, op in self.node.catalogue.view.ops_of(fid) if op.kind == OpKind.PUT}
 
-    async def _forget_file(self, fid: int) -> None:
-        """A file is gone that had been fsynced: so is what that prepared, once the PFS agrees."""
+    async def _forget_file(self, fid: int, gen: int) -> None:
+        """A file is gone or a content has landed: so is what fsyncs had prepared of it, once the PFS agrees."""
         delay_s = RETRY_FIRST_S
-        while stale := self._stale(fid, _GEN_MAX):
+        while stale := self._stale(fid, gen):
             try:
                 await self.discard(fid, *stale)
             except (CacheXError, OSError, trio.TooSlowError) as error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack
 from typing import Any
 
 import pytest
@@ -214,6 +215,78 @@ def test_a_node_that_is_cut_off_leaves_the_pfs_to_those_that_took_over() -> None
         assert found.data == b"new"
 
     play(scene)
+
+
+@pytest.mark.parametrize("replaced", [True, False])
+def test_a_node_that_is_cut_off_while_it_copies_lands_nothing_late_and_leaves_nothing(*, replaced: bool) -> None:
+    """It had begun in time: it landed what a survivor had landed, and removed, or left its copy under a hidden name."""
+
+    async def scene(pair: Pair) -> None:
+        cut_off = pair.seats[0].current
+        assert cut_off is not None
+        gate, prepare = trio.Event(), cut_off.pfs.prepare
+
+        async def gated(*args: Any, **options: Any) -> None:
+            await gate.wait()
+            await prepare(*args, **options)
+
+        cut_off.pfs.prepare = gated  # type: ignore[method-assign]
+        pair.faults.away = False
+        await pair.write(0, ROOT_FID, b"a", b"old")
+        await trio.sleep(1)
+        pair.seats[0].link.set(up=False)
+        await trio.sleep(30)  # a survivor has landed it
+        if replaced:
+            await pair.fs(1).unlink(ROOT_FID, b"a")
+            await pair.write(1, ROOT_FID, b"a", b"new")
+            await trio.sleep(30)
+        gate.set()
+        await trio.sleep(30)
+        found = pair.store.find(b"a")
+        assert found is not None
+        assert found.data == (b"new" if replaced else b"old")
+        pair.seats[0].link.set(up=True)
+        await trio.sleep(60)
+        assert pair.store.tmp.entries == {}
+
+    play(scene)
+
+
+def test_who_waited_for_its_turn_copies_nothing_that_is_another_nodes_by_then() -> None:
+    """It landed under the old name what the other one had landed and renamed."""
+
+    async def scene(pair: Pair) -> None:
+        first, last = pair.seats[0].current, pair.seats[2].current
+        assert first is not None
+        assert last is not None
+        copied: list[str] = []
+        gate = trio.Event()
+
+        async def others(*args: Any, **options: Any) -> None:
+            copied.append("n0")
+            await gate.wait()
+
+        async def mine(*args: Any, **options: Any) -> None:
+            copied.append("n2")
+
+        first.pfs.prepare, last.pfs.prepare = others, mine  # type: ignore[method-assign]
+        pair.faults.away = False
+        pair.seats[1].current.pfs.prepare = mine  # type: ignore[union-attr, method-assign]
+        async with AsyncExitStack() as slots:
+            for _ in range(last.parts.node.options.drain_workers):
+                await slots.enter_async_context(last.parts.drainer._copy_slots.slot((0, b"")))
+            pair.faults.away = True
+            await pair.write(1, ROOT_FID, b"a", b"of node 1")
+            await trio.sleep(0.5)
+            copied.clear()
+            pair.seats[1].kill(supervised=False)
+            await trio.sleep(60)
+            assert copied == ["n0"]
+        await trio.sleep(5)
+        assert copied == ["n0"]
+        gate.set()
+
+    play(scene, nodes=3)
 
 
 @pytest.mark.parametrize("removed", [True, False])
