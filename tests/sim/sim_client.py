@@ -82,9 +82,11 @@ class World(Protocol):
 
 @dataclass
 class Loss:
-    """A node is gone with its memory. ``published``: path -> (digest of the content, whether it was called safe)."""
+    """A node is gone with its memory. ``published``: path -> (digest of the content, whether it was called safe).
+    ``denied``: names on the PFS that were not found there though they were."""
 
     published: dict[bytes, tuple[bytes, bool]]
+    denied: set[bytes]
 
 
 class Killed(Exception):
@@ -195,7 +197,8 @@ class Client:
                     raise Violation(
                         f"{path!r} was fsynced as {self.synced[path][:24]!r}; after the loss {_short(node)}"
                     )
-            elif node.data == LOST and safe:
+            # A PFS that is whole and says that a name is not there is believed: its only copy is lost then.
+            elif node.data == LOST and safe and self.base + b"/" + path not in loss.denied:
                 raise Violation(f"{path!r} was called safe, and is lost with its node")
             elif node.data not in (LOST, *old) and xxhash.xxh3_128_digest(node.data) != digest:
                 raise Violation(f"{path!r} is {_short(node)} after the loss of a node")

@@ -260,7 +260,7 @@ class Cluster:
             for parent, name in view.names_of(int(key[2:], 16)):
                 if (above := view.path(parent)) is not None:
                     found[above + b"/" + name if above else name] = (content.digest, safe)
-        return Loss(found)
+        return Loss(found, self.faults.denied)
 
     async def _outage(self, seat: Seat) -> None:
         """A node does not reach the catalogue; its lease may end. It goes on by itself."""

@@ -11,7 +11,7 @@ import errno
 import os
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import BinaryIO
 
 import trio
@@ -32,6 +32,7 @@ class Faults:
     hang: float = 0.0
     hide: float = 0.0
     away: bool = False  # nothing answers
+    denied: set[bytes] = field(default_factory=set)  # names that were there and were not found, so far
 
     def calm(self) -> None:
         self.error = self.full = self.hang = self.hide = 0.0
@@ -122,6 +123,7 @@ class SimPfs:
     def _hidden(self, path: bytes) -> None:
         """A server is down: names that are there are not found."""
         if self._rng.random() < self.faults.hide:
+            self.faults.denied.add(path)
             raise FileNotFoundError(errno.ENOENT, "hidden", os.fsdecode(path))
 
     # ---- copies
