@@ -140,7 +140,7 @@ def latest(completeness: Completeness, fid: int, found: list[Checkpoint], at: Bo
         strange = [path for path, _, inode in completeness.walk(fid) if inode.size and may_be_checkpoint(path)]
         unreadable = formats.unknown_files(strange)
     pfs = completeness.node.pfs
-    if found and not unreadable and pfs is not None and pfs.state != "ok":
+    if at == Boundary.PFS and found and not unreadable and pfs is not None and pfs.state != "ok":
         unreadable = f"the PFS cannot be read now ({pfs.state}): what lies only there is not counted"
     return {"done": True, "path": None, "certain": not unreadable, "reason": unreadable or _why(found, at, below)}
 

@@ -57,6 +57,7 @@ async def adopt(
         if not gen:
             node.staging.remove(stage)  # the copy of a content that was not finished
             continue
+        node.unverified.add(stage)
         if fid in open_files and files.known(fid) is None and _in_progress(node, stage, fid, gen):
             files.resume(fid, open_files[fid], stage, node.catalogue.view.generation(fid))
             if was_passed(node.staging.path(stage)):

@@ -144,6 +144,9 @@ def test_refresh_takes_in_what_was_changed_on_the_pfs(alone: LocalCluster) -> No
     assert found.code == said["exit"] == 1
     assert (directory / "new").read_text() == "theirs"
     assert sorted(os.listdir(directory)) == ["changed", "gone", "new"]
+    assert run(alone, "wait", directory, "--at", "pfs", "--timeout", "30").code == 0  # this node had a copy
+    assert (pfs / "shared/gone").read_text() == "mine"
+    (pfs / "shared/gone").unlink()
     ended = run(alone, "status", directory, "--refresh", "--forget")
     assert (ended.code, ended.out) == (0, "forgotten: shared/gone\n")
     assert sorted(os.listdir(directory)) == ["changed", "new"]
