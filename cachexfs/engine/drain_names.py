@@ -53,7 +53,7 @@ class DrainNames:
         inode = self.node.catalogue.view.inode(op.fid)
         if op.cancelled and op.kind == OpKind.RENAME and inode is not None:
             await self._withdraw(key, msgspec.structs.replace(op, gen=inode.gen))  # from its old name: never seen
-        elif op.cancelled:
+        elif op.cancelled and op.kind != OpKind.RENAME:  # of a file that has been removed since, its names go
             await self.finish(key)
         elif op.kind == OpKind.WITHDRAW:
             await self._withdraw(key, op)

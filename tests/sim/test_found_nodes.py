@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import tempfile
 from collections.abc import Awaitable, Callable
@@ -110,6 +111,55 @@ def test_what_a_lost_node_has_removed_holds_nothing_up(*, replicated: bool) -> N
                 await trio.sleep(1)
         there = pair.store.find(b"d")
         assert there is not None
+        assert there.entries == {}
+
+    play(scene)
+
+
+def test_a_commit_file_that_was_not_to_land_and_is_removed_leaves_no_name() -> None:
+    """It lay under its temporary name, from which the rename that was given up did not take it."""
+
+    async def scene(pair: Pair) -> None:
+        members = {b"m": b"member"}
+        directory = (await pair.fs(0).mkdir(ROOT_FID, b"d", DIRECTORY)).ino
+        pair.net.parted.add(frozenset(["n0", "n1"]))
+        await pair.write(0, directory, b"m", members[b"m"])
+        pair.saves.made[commit_file(1, members)] = members
+        owner = pair.seats[0].current
+        assert owner is not None
+        prepare = owner.pfs.prepare
+
+        async def not_the_member(source: str, size: int, *args: Any, **options: Any) -> None:
+            if size == len(members[b"m"]):
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+            await prepare(source, size, *args, **options)
+
+        owner.pfs.prepare = not_the_member  # type: ignore[method-assign]
+        pair.faults.away = False
+        await pair.write(0, directory, b".metadata.tmp", commit_file(1, members))
+        await pair.fs(0).rename(directory, b".metadata.tmp", directory, b".metadata", 0)
+        await trio.sleep(5)
+        pair.faults.away = True
+        there = pair.store.find(b"d")
+        assert there is not None
+        assert list(there.entries) == [b".metadata.tmp"]
+        await pair.lose(0, 1.0)
+        pair.net.calm()
+        slots = pair.fs(0).parts.drainer._meta_slots
+        borrowers = [object() for _ in range(int(slots.total_tokens))]
+        for borrower in borrowers:
+            await slots.acquire_on_behalf_of(borrower)
+        pair.faults.away = False
+        await pair.fs(1).unlink(directory, b"m")
+        await trio.sleep(5)
+        assert [op.cancelled for _, op, _ in pair.log.state.ops() if op.kind == OpKind.RENAME] == [True]
+        await pair.fs(1).unlink(directory, b".metadata")
+        await trio.sleep(1)
+        for borrower in borrowers:
+            slots.release_on_behalf_of(borrower)
+        with trio.fail_after(300):
+            while pair.log.state.op_count:  # noqa: ASYNC110
+                await trio.sleep(1)
         assert there.entries == {}
 
     play(scene)
