@@ -202,10 +202,14 @@ class Client:
                 raise Violation(f"{path!r} was called safe, and is lost with its node")
             elif node.data not in (LOST, *old) and xxhash.xxh3_128_digest(node.data) != digest:
                 raise Violation(f"{path!r} is {_short(node)} after the loss of a node")
+        # Nor is it shown when its own bytes alone are lost: nobody could finish that checkpoint.
+        unseen = {p.rpartition(b"/")[0] for p in self.tree if p.endswith(b"/.metadata") and p in self._after} - {
+            p.rpartition(b"/")[0] for p in shown if p.endswith(b"/.metadata")
+        }
         self.tree = self._after = shown
         self.synced.clear()
         lost = {p.rpartition(b"/")[0] if b"step" in p else p for p, n in shown.items() if n.data == LOST}
-        for path in sorted(lost):
+        for path in sorted(lost | {p for p in unseen if p in shown}):
             await self._remove_lost(path)
 
     async def _remove_lost(self, path: bytes) -> None:
