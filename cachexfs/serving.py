@@ -9,6 +9,7 @@ outer nursery and end with it. ``serve`` returns once the mount is gone and, whe
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import signal
@@ -70,7 +71,11 @@ class Serving:
         if supervisor is not None:
             services.start_soon(self._learn_mode, supervisor, control)
         self._control = control
-        await pyfuse3.main(min_tasks=2, max_tasks=TASKS_MAX)
+        try:
+            await pyfuse3.main(min_tasks=2, max_tasks=TASKS_MAX)
+        except BaseExceptionGroup as group:
+            if supervisor is None or group.split(_is_end)[1] is not None:
+                raise
         pyfuse3.close(unmount=supervisor is None)
         if self.retired:
             return
@@ -179,3 +184,8 @@ class Serving:
     async def _cancel_when_stopped(control: ControlServer, scope: trio.CancelScope) -> None:
         await control.stop_requested.wait()
         scope.cancel()
+
+
+def _is_end(error: BaseException) -> bool:
+    """libfuse's word (EIO) for a supervisor that is gone; mostly its death is noticed before."""
+    return isinstance(error, OSError) and error.errno == errno.EIO

@@ -141,7 +141,8 @@ def test_a_drain_that_fails_for_long_is_shown_all_the_time_and_ends_whole(make_c
     cluster = make_cluster(1, {"fsync": "returned"})
     mount = cluster.nodes[0].mountpoint
     (mount / "dir").mkdir()
-    until_stage(mount / "dir", "pfs")
+    until("the directory is there", (cluster.pfs / "dir").is_dir)  # the stage of an empty one is always pfs
+    until("nothing is pending", lambda: cluster.status(0).pending_ops == 0)
     (cluster.pfs / "dir").rmdir()
     (cluster.pfs / "dir").write_text("in the way")
     (mount / "dir" / "f").write_bytes(b"data")
