@@ -37,7 +37,14 @@ RETRY_S = 0.05
 LINE_BYTES_MAX = 64 << 20
 REQUEST_BYTES_MAX = 64 << 10
 
+QUESTIONS = frozenset({"ping", "status", "explain", "latest", "sources", "wait"})  # they change nothing
+ASKED_AGAIN_MAX = 5  # a daemon that each question kills is not asked for ever
+
 T = TypeVar("T")
+
+
+class EndedError(CannotTellError):
+    """The daemon is gone, or went while it was asked."""
 
 
 class NoError(CacheXError):
@@ -55,9 +62,13 @@ _BY_EXIT: Mapping[int, type[CacheXError]] = {
 }
 
 
-def _silent(entry: Entry, what: str) -> CannotTellError:
+def _silent(entry: Entry, what: str, kind: type[CannotTellError] = CannotTellError) -> CannotTellError:
     log = f"; its log is {entry.log}" if entry.log else ""
-    return CannotTellError(f"the daemon of {entry.mountpoint} (pid {entry.pid}) {what}{log}")
+    return kind(f"the daemon of {entry.mountpoint} (pid {entry.pid}) {what}{log}")
+
+
+def _ended(entry: Entry) -> CannotTellError:
+    return _silent(entry, "ended before it answered", EndedError)
 
 
 def _lines(connection: socket.socket, entry: Entry, silence_s: float) -> Iterator[bytes]:
@@ -70,10 +81,10 @@ def _lines(connection: socket.socket, entry: Entry, silence_s: float) -> Iterato
             data = connection.recv(1 << 16)
         except TimeoutError:
             raise _silent(entry, f"has not answered for {silence_s:g} s") from None
-        except OSError as error:
-            raise _silent(entry, f"broke the connection off ({error.strerror})") from None
+        except OSError:
+            raise _ended(entry) from None
         if not data:
-            raise _silent(entry, "ended before it answered")
+            raise _ended(entry)
         buffer += data
         while (end := buffer.find(b"\n")) >= 0:
             yield bytes(buffer[:end])
@@ -95,15 +106,34 @@ def ask_raw(
 ) -> bytes:
     """Send one request and return the last line; ``on_progress`` gets each report of progress.
 
-    ``silence_s`` bounds the wait for each line. Raises the ``CacheXError`` that the daemon's ``exit`` stands for, and
-    ``CannotTellError`` when it does not answer.
+    ``silence_s`` bounds the wait for each line. A question is asked again of the daemon that a supervisor starts after
+    the one that was asked. Raises the ``CacheXError`` that the daemon's ``exit`` stands for, ``EndedError`` when it is
+    gone, ``CannotTellError`` when it does not answer.
     """
+    timeout_s = request.get("timeout_s")
+    deadline_s = time.monotonic() + timeout_s if isinstance(timeout_s, int | float) else None
+    for _ in range(ASKED_AGAIN_MAX if request["op"] in QUESTIONS else 0):
+        try:
+            return _ask_once(entry, request, on_progress, silence_s)
+        except EndedError:
+            if not is_supervised(entry):
+                raise
+        if deadline_s is not None:
+            request = {**request, "timeout_s": max(deadline_s - time.monotonic(), 0.0)}
+    return _ask_once(entry, request, on_progress, silence_s)
+
+
+def _ask_once(
+    entry: Entry, request: Mapping[str, object], on_progress: Callable[[Progress], None], silence_s: float
+) -> bytes:
     line = json.dumps(request).encode() + b"\n"
     if len(line) > REQUEST_BYTES_MAX:
         raise UsageError("the path is too long")
     with _connect(entry, silence_s) as connection:
         try:
             connection.sendall(line)
+        except (BrokenPipeError, ConnectionResetError):
+            raise _ended(entry) from None
         except OSError as error:
             raise _silent(entry, f"does not answer ({error.strerror or 'timed out'})") from None
         for text in _lines(connection, entry, silence_s):
@@ -118,7 +148,7 @@ def ask_raw(
             if answer.error is not None and answer.exit is not None:
                 raise _BY_EXIT.get(answer.exit, CannotTellError)(answer.error)
             return text
-    raise _silent(entry, "ended before it answered")
+    raise _ended(entry)
 
 
 def _connect(entry: Entry, silence_s: float) -> socket.socket:
@@ -181,7 +211,7 @@ def ask(
     return decode(entry, ask_raw(entry, request, on_progress, silence_s), kind)
 
 
-class DeadDaemonError(CannotTellError):
+class DeadDaemonError(EndedError):
     """A mount is there and its daemon is not."""
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import time
+from contextlib import suppress
 
 from cachexfs.cli import client, mounts
 from cachexfs.cli.output import write_warning
@@ -27,14 +28,30 @@ def end_earlier(options: MountOptions) -> None:
     Nothing of ours is mounted there now. Raises ``UsageError`` when applications still use the earlier one, or it was
     another mount; ``CannotTellError`` when it does not end.
     """
-    known = mounts.registry(options.runtime_dir)
-    entry = next((e for e in known if e.mountpoint == options.mountpoint and mounts.is_alive(e.pid)), None)
-    if entry is None or any(m.device == entry.device for m in mounts.read_mountinfo()[0]):
-        return
-    try:
-        state = json.loads(client.ask_raw(entry, {"op": "status", "path": None}))
-    except client.DeadDaemonError:
-        return  # it has ended meanwhile
+    deadline_s = time.monotonic() + END_TIMEOUT_S
+    asked: int | None = None
+    while (entry := _draining(options)) is not None:
+        with suppress(client.EndedError):  # it has ended meanwhile, or its supervisor starts the next: look again
+            asked = _take_over(entry, options, asked)
+        if time.monotonic() > deadline_s:
+            raise CannotTellError(f"process {entry.pid}, which drains the earlier mount, does not end: kill it")
+        time.sleep(POLL_S)
+
+
+def _draining(options: MountOptions) -> Entry | None:
+    """The daemon of an earlier mount of this place which is still there, itself or its supervisor."""
+    for entry in mounts.registry(options.runtime_dir):
+        if entry.mountpoint == options.mountpoint and (mounts.is_alive(entry.pid) or client.is_supervised(entry)):
+            mounted = any(m.device == entry.device for m in mounts.read_mountinfo()[0])
+            return None if mounted else entry
+    return None
+
+
+def _take_over(entry: Entry, options: MountOptions, asked: int | None) -> int:
+    """Ask the daemon to end where it is, unless it is ``asked`` (a pid) already; returns its pid."""
+    if entry.pid == asked:
+        return asked
+    state = json.loads(client.ask_raw(entry, {"op": "status", "path": None}))
     pending = f"{state.get('pending_ops', 0)} changes that are not on the PFS yet"
     if not state.get("unmounted"):
         raise UsageError(
@@ -47,16 +64,5 @@ def end_earlier(options: MountOptions) -> None:
             "wait until it ends, or mount with the same directory, staging, node and job to go on with it"
         )
     write_warning(f"an earlier mount of {options.mountpoint} has {pending}: this one goes on with them")
-    try:
-        client.ask(entry, {"op": "umount", "abandon": True}, Unmounted)
-    except client.DeadDaemonError:
-        return
-    _await_end(entry)
-
-
-def _await_end(entry: Entry) -> None:
-    deadline_s = time.monotonic() + END_TIMEOUT_S
-    while mounts.is_alive(entry.pid) or client.is_supervised(entry):
-        if time.monotonic() > deadline_s:
-            raise CannotTellError(f"process {entry.pid}, which drains the earlier mount, does not end: kill it")
-        time.sleep(POLL_S)
+    client.ask(entry, {"op": "umount", "abandon": True}, Unmounted)
+    return entry.pid

@@ -116,7 +116,7 @@ def clear_mountpoint(mountpoint: str, runtime_dir: str, change: bool, user: tupl
         with acting_as(user):
             entry = mounts.entry_of(mount, mounts.registry(runtime_dir))
         if entry is not None:
-            with suppress(client.DeadDaemonError):
+            with suppress(client.EndedError):
                 client.ask(entry, {"op": "ping"}, Pong)
                 raise UsageError(
                     f"{mountpoint} is mounted already (pid {entry.pid}): 'cachexfs umount {mountpoint}' first"

@@ -24,6 +24,7 @@ class FakeDaemon:
     answers: dict[str, Lines] = field(default_factory=dict)
     asked: list[dict[str, object]] = field(default_factory=list)
     raw: bytes | None = None
+    deaths: int = 0  # so many requests are the last that a daemon hears
 
     def __post_init__(self) -> None:
         self.socket = self.runtime / f"{mount_id(str(self.mountpoint), 'n1')}.sock"
@@ -60,6 +61,10 @@ class FakeDaemon:
                 return
             request = json.loads(line)
             self.asked.append(request)
+            if self.deaths:
+                self.deaths -= 1
+                connection.close()
+                continue
             if self.raw is not None:
                 connection.sendall(self.raw)
                 connection.close()
