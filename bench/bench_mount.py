@@ -76,7 +76,7 @@ def alone(root: Path, memory: int, **options: str | None) -> Iterator[Place]:
 def discarding(root: Path) -> Iterator[Path]:
     """A mount that throws away what is written."""
     point = root / "discard"
-    point.mkdir(parents=True)
+    point.mkdir(parents=True, exist_ok=True)
     program = Path(__file__).with_name("discard_mount.py")
     process = subprocess.Popen([sys.executable, str(program), str(point)], start_new_session=True)
     try:
