@@ -201,9 +201,11 @@ def _hide(context: Context, pfs: PfsDir, path: bytes, path2: bytes, attrs: Attrs
     """rename to ``.cachexfs/held/<path2>``, or beside the file where that is another filesystem. Never over another
     held file."""
     source, target = pfs.parent(path), _held(pfs, path2)
-    if _ino(source[1], source[0]) is None and _ino(target[1], target[0]) is not None:
-        fsync_dir(source[0])  # a former process has done it: the name is of this very generation
-        return
+    for there in (target, (source[0], BESIDE_PREFIX + target[1])):
+        if _ino(source[1], source[0]) is None and _ino(there[1], there[0]) is not None:
+            fsync_dir(there[0])  # a former process has done it: the name is of this very generation
+            fsync_dir(source[0])
+            return
     try:
         _move(context, source, target, ino, over=False)
     except OSError as error:

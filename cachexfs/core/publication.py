@@ -193,10 +193,13 @@ def drop_copies(tx: Tx, ctx: Ctx, fid: int, gen: int, gone: Collection[tuple[str
         tx.put(inode_key(fid), msgspec.structs.replace(inode, copies=copies, t_partner_s=0.0, error=error))
 
 
-def forget_copies(tx: Tx, fid: int, gone: Collection[tuple[str, str]]) -> None:
-    """Copies (node, store) were evicted because the content is on the PFS: no boundary falls."""
+def forget_copies(tx: Tx, fid: int, gen: int, gone: Collection[tuple[str, str]]) -> None:
+    """Copies (node, store) of a generation were evicted because it is on the PFS: no boundary falls.
+
+    Those of a later one, in the same stores, are not meant.
+    """
     inode = tx.inode(fid)
-    if inode is not None:
+    if inode is not None and inode.gen == gen:
         copies = tuple(c for c in inode.copies if (c.node, c.store) not in gone)
         tx.put(inode_key(fid), msgspec.structs.replace(inode, copies=copies, retired=inode.gen))
 

@@ -38,7 +38,7 @@ from cachexfs.engine.drain_names import DrainNames
 from cachexfs.engine.files import Files
 from cachexfs.engine.node import Node
 from cachexfs.engine.vnode import Vnode
-from cachexfs.errors import CacheXError, CatalogueUnavailableError, quoted
+from cachexfs.errors import CacheXError, CatalogueUnavailableError, NotDurableError, quoted
 
 log = logging.getLogger(__name__)
 
@@ -307,10 +307,10 @@ class Drainer:
             current = self.node.catalogue.view.op(key)
             if current is None or not self.responsible(current) or self.waits.blocker(key) is not None:
                 return
-            if op.parked and self._made_anew(key, op):
+            if current.parked and self._made_anew(key, current):
                 await self.names.finish(key)  # what it was to remove is about to be replaced
             else:
-                await self.names.carry_out(key, op)
+                await self.names.carry_out(key, current)
 
     def _made_anew(self, key: bytes, op: Op) -> bool:
         """Whether a removal that the PFS refuses has been followed by something new under the name."""
@@ -334,6 +334,8 @@ class Drainer:
                 current = self.node.catalogue.view.op(key)
                 if current is None or not self.responsible(current) or self.files.busy(op.fid):
                     return  # others may have carried it out while this one waited
+                if current != op:
+                    return  # it is to land something else, or nothing any more: looked at anew
                 self._check_reach()
                 await self.ready.prepare(op, self.node.catalogue.view.inode(op.fid))
             state.ready = True
@@ -446,6 +448,8 @@ class Drainer:
             again = await self.files.publishing.snapshot(vnode)
             if again[1] == size and again[2][1] == digests[1]:
                 self.ready.fsynced(op, digests[1])
+            elif again[1] < size or (await self.files.publishing.digests_of(vnode.fd, size))[1] != digests[1]:
+                raise NotDurableError("the file was changed while it was copied: its record is not of these bytes")
             return
         await self.until_ready(vnode.fid)
 

@@ -19,6 +19,7 @@ import trio
 
 from cachexfs.core import records as rec
 from cachexfs.core.changes import finish_op
+from cachexfs.core.landed import same_time
 from cachexfs.core.records import Generation, Inode, Op, OpKind, PfsCopy
 from cachexfs.core.replica import Applied
 from cachexfs.core.transaction import Tx
@@ -179,8 +180,10 @@ class DrainFiles:
             found = await self._pfs.stat(op.path, STALL_S)
         except FileNotFoundError:
             return None
-        same = (found.kind, found.size, found.mtime_ns) == ("f", op.size, used.mtime_ns)
-        return found if same and op.ready else None
+        if not op.ready or (found.kind, found.size) != ("f", op.size) or not same_time(found.mtime_ns, used.mtime_ns):
+            return None
+        await self._pfs.run("attr", op.path, b"", used, STALL_S)  # it may not have come to sync file and directory
+        return found
 
     async def _landed(self, key: bytes, op: Op, used: PfsAttrs, found: PfsStat) -> None:
         """A file is under its name: what is left of earlier states goes, then the claim is made."""

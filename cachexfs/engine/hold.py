@@ -131,14 +131,15 @@ class Keeper:
         return False
 
     def _evict(self, fid: int, stage: str) -> None:
-        staging = self.node.staging
+        staging, inode = self.node.staging, self.node.catalogue.view.inode(fid)
+        gen = inode.gen if inode is not None else 0
         before = staging.used_bytes + staging.spilled_bytes
         self.files.evicted(fid)
         self._forget_candidate(stage)
         staging.remove(stage)
         self.evicted_bytes += before - staging.used_bytes - staging.spilled_bytes
         if self._nursery is not None:
-            self._nursery.start_soon(self._tell_evicted, fid)
+            self._nursery.start_soon(self._tell_evicted, fid, gen)
 
     def _make_spill_room(self, length: int) -> None:
         for fid, stage in self._evictable():
@@ -228,7 +229,8 @@ class Keeper:
         }
         if not gone:
             return
-        await self.node.catalogue.mutate(lambda tx: publication.forget_copies(tx, fid, gone))
+        gen = inode.gen
+        await self.node.catalogue.mutate(lambda tx: publication.forget_copies(tx, fid, gen, gone))
         generation = view.generation(fid)
         if generation is None or generation.stage != stage:
             return
@@ -265,11 +267,11 @@ class Keeper:
         await node.catalogue.mutate(lambda tx: publication.note_error(tx, ctx, fid, why))
         return False
 
-    async def _tell_evicted(self, fid: int) -> None:
+    async def _tell_evicted(self, fid: int, gen: int) -> None:
         gone = {(self.node.name, self.node.staging.store)}
 
         def forget(tx: Tx) -> None:
-            publication.forget_copies(tx, fid, gone)
+            publication.forget_copies(tx, fid, gen, gone)
 
         try:
             await self.node.catalogue.mutate(forget)

@@ -112,11 +112,11 @@ class Publishing:
     async def _digests(self, vnode: Vnode, version: int, size: int) -> Digests:
         if vnode.digested is not None and vnode.digested[:2] == (version, size):
             return vnode.digested[2]
-        found = await self._digests_of(vnode.fd, size)
+        found = await self.digests_of(vnode.fd, size)
         vnode.digested = (version, size, found)
         return found
 
-    async def _digests_of(self, fd: int, size: int) -> Digests:
+    async def digests_of(self, fd: int, size: int) -> Digests:
         """Of a descriptor that may be exchanged meanwhile."""
         own = os.dup(fd)
         try:
@@ -163,7 +163,7 @@ class Publishing:
             return
         if content.tree and content.size > DIGEST_AT_ONCE_BYTES_MAX:
             return
-        digest, tree, _ = await self._digests_of(vnode.fd, content.size)
+        digest, tree, _ = await self.digests_of(vnode.fd, content.size)
         if content.tree:
             if tree != content.tree and vnode.content is content:
                 vnode.version += 1

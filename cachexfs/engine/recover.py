@@ -32,6 +32,8 @@ from cachexfs.errors import CacheXError
 
 log = logging.getLogger(__name__)
 
+RETRY_S = 2.0  # of a takeover that has failed
+
 
 async def adopt(
     node: Node,
@@ -97,7 +99,7 @@ async def _drop_absent(node: Node, files: Files) -> None:
         if not gone:
             continue
         if node.on_pfs(fid, inode):  # the last thing of an eviction, which was not told any more
-            await node.catalogue.mutate(lambda tx: publication.forget_copies(tx, fid, gone))  # noqa: B023
+            await node.catalogue.mutate(lambda tx: publication.forget_copies(tx, fid, content.gen, gone))  # noqa: B023
             continue
         ctx = node.ctx()
         await node.catalogue.mutate(lambda tx: publication.drop_copies(tx, ctx, fid, content.gen, gone, why))  # noqa: B023
@@ -258,6 +260,9 @@ class Takeover:
         """Catalogue listener: a lease has ended."""
         for _, old, new in changes:
             if isinstance(old, Life) and new is None:
+                record = self.node.catalogue.view.nodes.get(old.node)
+                if record is None or not record.leaving:
+                    log.error("node %s is lost: no sign of life for %.0f s", old.node, self.node.options.node_timeout_s)
                 self._dead.add(old.node)
                 self._wake.set()
             elif isinstance(new, Life):
@@ -266,25 +271,29 @@ class Takeover:
     async def run(self) -> None:
         """Take over, until cancelled."""
         while True:
-            await self._wake.wait()
+            with trio.move_on_after(RETRY_S if self._dead else float("inf")):
+                await self._wake.wait()
             self._wake = trio.Event()
             for name in list(self._dead):
                 record = self.node.catalogue.view.nodes.get(name)
                 if record is not None and record.leaving:
                     log.info("node %s has left", name)
+                elif name in self._dead and not await self._take_over(name):
                     continue
-                log.error("node %s is lost: no sign of life for %.0f s", name, self.node.options.node_timeout_s)
-                await self._take_over(name)
-            self._dead.clear()
+                self._dead.discard(name)
 
-    async def _take_over(self, dead: str) -> None:
-        for fid, record in self.node.catalogue.view.inodes():
+    async def _take_over(self, dead: str) -> bool:
+        """False: something could not be published now."""
+        done = True
+        for fid, record in list(self.node.catalogue.view.inodes()):
             if record.writing != dead:
                 continue
             try:
                 await self._one(fid, record, dead)
             except CacheXError as error:
                 log.warning("taking over %x from %s: %s", fid, dead, error)
+                done = False
+        return done
 
     async def _one(self, fid: int, inode: Inode, dead: str) -> None:
         synced = inode.synced

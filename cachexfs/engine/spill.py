@@ -21,6 +21,7 @@ from cachexfs.core.stages import parse_stage
 from cachexfs.engine.files import Files
 from cachexfs.engine.node import Node
 from cachexfs.engine.vnode import Vnode, copy_bytes
+from cachexfs.errors import FsError
 
 log = logging.getLogger(__name__)
 
@@ -143,6 +144,9 @@ class Spiller:
             return True
         except OSError as error:
             self._refuse(error)
+            return False
+        except FsError as error:  # somebody has cut it meanwhile: what that means is found out where it is read
+            log.warning("%s stays in memory: %s", stage, error)
             return False
         finally:
             if target >= 0:

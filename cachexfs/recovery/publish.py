@@ -221,14 +221,21 @@ class Publisher:
             held_names = [self.target.hide(c.path) for c in replaced] if replaced or members else []
         except OSError as error:
             self._failed(commits[0], error)
+            self._wait_for(commits[0], [*members, *commits])
             return
-        if all([self._land(candidate) for candidate in members]):
-            for candidate in _last_first_format(directory, commits):
-                if not self._land(candidate):
-                    break
-        if all(candidate.path not in self._open for candidate in commits):
-            for name in filter(None, held_names):
-                self.target.forget_held(name)
+        order = [*members, *_last_first_format(directory, commits)]
+        refused = next((candidate for candidate in order if not self._land(candidate)), None)
+        if refused is not None:
+            self._wait_for(refused, order)
+            return
+        for name in filter(None, held_names):
+            self.target.forget_held(name)
+
+    def _wait_for(self, refused: Candidate, others: Iterable[Candidate]) -> None:
+        """One of a set could not be published: the rest of it is left, and said to be."""
+        for candidate in others:
+            if candidate.path in self._open:
+                self._end(candidate, "withheld", f"waits for {shown(refused.path)}, which could not be published")
 
     def _problem(self, directory: bytes, commits: list[Candidate], members: list[Candidate]) -> str:
         """Why a set must not be published now; "" when it may."""

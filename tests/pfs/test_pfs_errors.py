@@ -150,6 +150,8 @@ async def test_landing_across_filesystems_goes_through_a_temporary_beside(
             await pool.run("symlink", b"sub/l", b"two", ATTRS, LONG_S)
             await pool.run("hide", b"sub/f", b"name", None, LONG_S)
             assert [name for name, _ in await pool.listing(b"sub", LONG_S)] == [b"l"]
+            async with running(PfsPool(str(pfs_dir))) as next_pool:  # its predecessor died before it could tell
+                await next_pool.run("hide", b"sub/f", b"name", None, LONG_S)
             await pool.run("unhide", b"sub/f", b"name", None, LONG_S)
             assert sorted(os.listdir(small)) == ["f", "l"]
             assert os.readlink(small / "l") == "two"

@@ -6,6 +6,7 @@ nodes, of which some may be lost. After every single change of the PFS an indepe
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import random
@@ -20,7 +21,7 @@ from cachexfs.core.digest import FileDigest
 from cachexfs.core.manifest import Member
 from cachexfs.recovery.choice import Candidate, Record, choose, decode_record
 from cachexfs.recovery.publish import Publisher
-from cachexfs.recovery.report import Outcome
+from cachexfs.recovery.report import LEFT, Outcome
 from cachexfs.recovery.target import Target
 
 Tree = dict[str, bytes]
@@ -213,6 +214,34 @@ def test_any_order_any_loss_any_kill(tmp_path: Path, layout: Callable[[bytes], T
     else:
         assert judge() == ("A" if overwrites else None)
         assert "withheld" in last.values()
+
+
+@pytest.mark.parametrize("step", ["hide", "land"])
+def test_a_refusal_amid_a_checkpoint_is_reported_for_every_file_that_is_left(tmp_path: Path, step: str) -> None:
+    pfs, nvme = tmp_path / "pfs", tmp_path / "nvme"
+    pfs.mkdir()
+    generations = {"A": huggingface(b"A"), "B": huggingface(b"B")}
+    write(pfs, generations["A"])
+    held = candidates(pfs, nvme, generations["B"])
+
+    class Refusing(Watched):
+        def land(self, candidate: Candidate) -> None:
+            if step == "land" and candidate.path.endswith(b"model-1.safetensors"):
+                raise OSError(errno.EACCES, "refused")
+            super().land(candidate)
+
+        def hide(self, path: bytes) -> str:
+            if step == "hide":
+                raise OSError(errno.EACCES, "refused")
+            return super().hide(path)
+
+    outcomes = {o.path: o for o in publish(Refusing(pfs, lambda: claimed(pfs / "run", generations)), held)}
+    assert set(outcomes) == set(generations["B"])
+    assert "failed" in {o.outcome for o in outcomes.values()}
+    assert outcomes["run/model.safetensors.index.json"].outcome in LEFT
+    last = publish(Watched(pfs, lambda: claimed(pfs / "run", generations)), held)
+    assert {o.outcome for o in last} <= {"published", "there"}
+    assert claimed(pfs / "run", generations) == "B"
 
 
 def test_what_lies_elsewhere_is_not_touched(tmp_path: Path) -> None:
