@@ -241,7 +241,9 @@ class DrainNames:
             return
         seen = view.entry(rec.inode_key(op.fid))
         path = op.path
-        if inode is not None and (inode.pfs is None or not inode.pfs.hidden):
+        # Of a file of which nothing has landed, because what was to has lost its bytes, the next content brings them.
+        awaited = inode is not None and inode.pfs is None and any(o.kind == OpKind.PUT for _, o in view.ops_of(op.fid))
+        if inode is not None and not awaited and (inode.pfs is None or not inode.pfs.hidden):
             times = view.dir_times(op.fid) if op.kind == OpKind.DIRATTR else None
             if op.kind == OpKind.DIRATTR:
                 path = self.reader.pfs_path(op.fid) or b""

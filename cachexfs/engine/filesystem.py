@@ -90,7 +90,7 @@ class Filesystem(Names):
         await self.files.writing.truncate(vnode, size)
         if handle is not None:
             handle.wrote = handle.wrote or vnode.dirty
-        elif vnode.dirty and vnode.writers == 0:
+        elif vnode.dirty:  # no close follows truncate(2), and a writer may be one whose RELEASE is on its way
             await self.files.publishing.publish(vnode, request)
 
     # ---- files

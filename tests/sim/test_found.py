@@ -696,6 +696,21 @@ async def test_a_write_that_was_under_way_while_another_writer_closed_is_publish
     assert content.digest == xxhash.xxh3_128_digest(b"two")
 
 
+@scene(memory=1 << 30, fsync="returned")
+async def test_attributes_of_what_a_passed_writer_has_emptied_since_wait_for_its_next_content(scene: Scene) -> None:
+    """They were to be set on a content whose bytes were gone and that never landed: ENOENT for ever."""
+    opened = await scene.passed(b"a")
+    scene.kernel.write(opened, 0, b"a" * 3000)
+    await scene.fs.flush(opened.handle)
+    await scene.fs.setattr(opened.ino, None, mode=0o755)
+    await scene.fs.setattr(opened.ino, opened.handle, size=0)
+    await scene.close(opened.handle)
+    await scene.drained()
+    found = scene.store.find(b"a")
+    assert found is not None
+    assert (found.data, found.attrs.mode) == (b"", 0o755)
+
+
 # ---- what the PFS had before
 @scene(planted={b"d": ("d", 0o755, b""), b"d/a": ("f", 0o644, b"old")})
 async def test_a_directory_is_looked_at_for_the_first_time_while_its_rename_lands(scene: Scene) -> None:

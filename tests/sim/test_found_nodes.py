@@ -397,3 +397,18 @@ def test_of_two_writers_one_wins_whole_and_the_other_is_told() -> None:
         assert b"was replaced without having been seen" in told[b"user.cachex.error"]
 
     play(scene)
+
+
+def test_truncate_is_seen_everywhere_though_the_release_of_a_closed_writer_is_on_its_way() -> None:
+    """It was left to that RELEASE to publish, and until then others read the old bytes."""
+
+    async def scene(pair: Pair) -> None:
+        handle, found = await pair.fs(0).create(ROOT_FID, b"a", FILE, os.O_WRONLY)
+        await pair.fs(0).write(handle, 0, b"old")
+        await pair.fs(0).flush(handle)
+        await pair.fs(0).setattr(found.ino, None, size=1)
+        assert await pair.read(1, b"a") == b"o"
+        await pair.fs(0).release(handle)
+        assert await pair.read(1, b"a") == b"o"
+
+    play(scene)
