@@ -10,8 +10,8 @@ import stat
 
 import msgspec
 
-from cachexfs.core.changes import Ctx, issue, path_of
-from cachexfs.core.records import DirTimes, Inode, Op, OpKind, inode_key, op_key, times_key
+from cachexfs.core.changes import Ctx, issue, issue_dirattr, path_of
+from cachexfs.core.records import DirTimes, Inode, Op, OpKind, inode_key, times_key
 from cachexfs.core.transaction import Tx
 from cachexfs.errors import FsError
 
@@ -55,7 +55,7 @@ def set_attrs(
     if inode.kind == "d":
         old_mtime = times.mtime_ns if isinstance(times, DirTimes) else inode.mtime_ns
         tx.put(times_key(fid), DirTimes(old_mtime if mtime_ns is None else mtime_ns, ctx.now_ns))
-        tx.put(op_key(f"~{fid:x}"), Op(OpKind.DIRATTR, path_of(tx, fid), ctx.node, fid=fid))
+        issue_dirattr(tx, ctx, fid)
         return new
     pending = tx.ops_of(fid)
     if (inode.pfs is not None or pending) and tx.names_of(fid):

@@ -13,7 +13,20 @@ import os
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
-from cachexfs.core.records import ROOT_FID, DirTimes, Inode, Op, OpKind, dirent_key, inode_key, op_key, times_key
+import msgspec
+
+from cachexfs.core.records import (
+    ROOT_FID,
+    DirTimes,
+    Inode,
+    Op,
+    OpKind,
+    dirent_key,
+    inode_key,
+    life_key,
+    op_key,
+    times_key,
+)
 from cachexfs.core.transaction import Tx
 from cachexfs.errors import FsError
 
@@ -98,7 +111,16 @@ def issue(tx: Tx, ctx: Ctx, op: Op) -> None:
 def touch(tx: Tx, ctx: Ctx, fid: int) -> None:
     """Move a directory's mtime, and remember that the PFS's follows when all below has landed."""
     tx.put(times_key(fid), DirTimes(ctx.now_ns, ctx.now_ns))
-    tx.put(op_key(f"~{fid:x}"), Op(OpKind.DIRATTR, path_of(tx, fid), ctx.node, fid=fid))
+    issue_dirattr(tx, ctx, fid)
+
+
+def issue_dirattr(tx: Tx, ctx: Ctx, fid: int) -> None:
+    """A directory's attributes go to the PFS (again). Who does that already goes on: two at a time could end with the
+    older ones there."""
+    key = op_key(f"~{fid:x}")
+    now = tx.peek(key)
+    owner, begun = (now.owner, now.begun) if isinstance(now, Op) else (ctx.node, False)
+    tx.put(key, Op(OpKind.DIRATTR, path_of(tx, fid), owner, fid=fid, begun=begun))
 
 
 def may_be_on_pfs(tx: Tx, fid: int) -> bool:
@@ -117,6 +139,19 @@ def finish_op(tx: Tx, ctx: Ctx, key: bytes) -> Op | None:
     if not isinstance(op, Op):
         return None
     tx.delete(key)
+    return op
+
+
+def take_op(tx: Tx, node: str, key: bytes, owner: str, *, lives: bool, begun: bool) -> Op | None:
+    """Make a pending operation of ``owner`` that of ``node``, or note of one's own that it is begun. None when it is
+    gone or somebody else's by now, or ``owner`` is not any more what it was (``lives``)."""
+    op = tx.read(key)
+    if not isinstance(op, Op) or op.owner != owner:
+        return None
+    if owner != node and (tx.read(life_key(owner)) is not None) != lives:
+        return None
+    op = msgspec.structs.replace(op, owner=node, begun=begun)
+    tx.put(key, op)
     return op
 
 

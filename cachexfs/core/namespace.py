@@ -19,6 +19,7 @@ from cachexfs.core.changes import (
     directory,
     is_clustered,
     issue,
+    issue_dirattr,
     join,
     may_be_on_pfs,
     path_of,
@@ -88,7 +89,7 @@ def mkdir(tx: Tx, ctx: Ctx, parent: int, name: bytes, attrs: NewAttrs) -> tuple[
     fid, inode = _enter(tx, ctx, parent, name, "d", attrs)
     tx.put(times_key(fid), DirTimes(ctx.now_ns, ctx.now_ns))
     issue(tx, ctx, Op(OpKind.MKDIR, path, ctx.node, fid=fid))
-    tx.put(op_key(f"~{fid:x}"), Op(OpKind.DIRATTR, path, ctx.node, fid=fid))
+    issue_dirattr(tx, ctx, fid)
     return fid, inode
 
 

@@ -147,7 +147,9 @@ class OpKind:
 class Op(Record, frozen=True, tag="p"):
     """One pending change of the PFS, under the path of its own time (relative to the PFS directory).
 
-    ``owner`` is the node that carries it out while it lives. ``commit`` marks a commit operation, ``below`` the
+    ``owner`` is the node that carries it out while it lives; who takes it over writes itself there first. ``begun``: a
+    call of the owner may be under way, and land late should the owner be lost; PUTs need no such mark, what lands them
+    late finds no source. ``commit`` marks a commit operation, ``below`` the
     directory whose earlier changes it waits for ("" is the root) and ``target`` a second one for pointers.
     ``stage`` and ``size`` say which bytes a PUT lands: exactly those, also when a later generation exists. ``ready``:
     they lie on the PFS under a hidden name, synced, with their record. ``held`` marks a withdrawal that waits until
@@ -171,6 +173,7 @@ class Op(Record, frozen=True, tag="p"):
     held: bool = False
     parked: str = ""
     copies: tuple[Copy, ...] = ()
+    begun: bool = False
 
     @property
     def hidden(self) -> str:

@@ -2,7 +2,8 @@
 
 Role: level-triggered scheduling. The catalogue holds the pending operations; each node carries out its own, and a
 survivor those of a lost node. ``core/waits`` says who waits for whom and what is stuck; ``drain_files`` carries out the
-files, made ready before they may land, oldest first; ``drain_names`` the rest; ``claims`` decides about commit files.
+files, made ready before they may land, oldest first; ``drain_names`` the rest; ``owners`` says which are this node's;
+``claims`` decides about commit files.
 
 Concurrency: one task per operation that can make progress; an operation that waits has no task. A failure backs off,
 shows in ``error``, and is tried until it succeeds; what the PFS refuses repeatedly is *parked*: tried slowly, and
@@ -37,8 +38,9 @@ from cachexfs.engine.drain_files import RETRY_FIRST_S, RETRY_MAX_S, DrainFiles, 
 from cachexfs.engine.drain_names import DrainNames
 from cachexfs.engine.files import Files
 from cachexfs.engine.node import Node
+from cachexfs.engine.owners import FENCE_S, Owners, check_reach
 from cachexfs.engine.vnode import Vnode
-from cachexfs.errors import CacheXError, CatalogueUnavailableError, NotDurableError, quoted
+from cachexfs.errors import CacheXError, NotDurableError, quoted
 
 log = logging.getLogger(__name__)
 
@@ -113,6 +115,8 @@ class Drainer:
         self.progress = Progress()
         self.ready = DrainFiles(node, self.progress)
         self.names = DrainNames(node, reader, self.progress)
+        self.owners = Owners(node)
+        self.responsible = self.owners.responsible
         self.waits = Waits(self._lost, self._members)
         self._states: dict[bytes, _State] = {}
         self._runnable: dict[bytes, None] = {}
@@ -132,6 +136,9 @@ class Drainer:
     def notice(self, changes: Applied) -> None:
         """Catalogue listener."""
         view = self.node.catalogue.view
+        for name in self.owners.notice(changes):
+            if self._nursery is not None:
+                self._nursery.start_soon(self._await_fence, name)
         for key, old, new in changes:
             if isinstance(new, Op):
                 entry = view.entry(key)
@@ -159,12 +166,6 @@ class Drainer:
         self._landed = trio.Event()
         self.on_landed()
 
-    def _holders(self, op: Op) -> list[str]:
-        inode = self.node.catalogue.view.inode(op.fid)
-        if inode is not None:
-            return self.node.holders(inode)
-        return sorted({copy.node for copy in op.copies if self.node.valid(copy)})
-
     def _lost(self, op: Op) -> bool:
         """Whether nobody has the bytes of a PUT any more."""
         inode = self.node.catalogue.view.inode(op.fid)
@@ -176,20 +177,6 @@ class Drainer:
         """What the commit file that an operation lands lists."""
         inode = self.node.catalogue.view.inode(op.fid)
         return self.node.members(op.fid, op.gen or (inode.gen if inode is not None else 0))
-
-    def responsible(self, op: Op) -> bool:
-        """Whether this node carries the operation out: its owner, or the survivor that comes first."""
-        node = self.node
-        wanted = op.kind == OpKind.PUT and op.size and not op.ready and not op.cancelled
-        holders = self._holders(op) if wanted else []
-        if node.live(op.owner):
-            # Who came back without its memory gets the bytes again only where others have too few copies.
-            inode = node.catalogue.view.inode(op.fid)
-            left = holders and op.owner not in holders and (inode is None or self._is_part(op, inode))
-            return (holders[0] if left else op.owner) == node.name
-        if holders:
-            return holders[0] == node.name
-        return node.name == min((n for n in node.catalogue.view.nodes if node.live(n)), default=node.name)
 
     def _consider(self, *keys: bytes) -> None:
         """Start what can make progress, of these and of those that were stuck behind them."""
@@ -208,6 +195,8 @@ class Drainer:
         state = self._states.setdefault(key, _State(op.ready))
         if state.running or key in self._runnable or (op.kind == OpKind.WITHDRAW and op.held):
             return False
+        if self.owners.fence_s(op):
+            return False
         if op.kind == OpKind.PUT and not op.cancelled and self.files.busy(op.fid):
             return False
         if op.kind == OpKind.PUT and not op.ready and self._lost(op):
@@ -220,10 +209,17 @@ class Drainer:
             return False
         return not state.ready or self._unneeded(key, op) or (not op.ready and self.waits.stuck(blocker))
 
+    async def _await_fence(self, name: str) -> None:
+        """A node has gone: what it had begun is taken over when nothing of it can come late any more."""
+        await trio.sleep(FENCE_S)
+        self._consider(*[key for key, op, _ in self.node.catalogue.view.ops() if op.begun and op.owner == name])
+
     async def run(self) -> None:
         """Carry out what can be carried out, until cancelled."""
         async with trio.open_nursery() as nursery:
             self._nursery = nursery
+            for name in self.owners.fences():
+                nursery.start_soon(self._await_fence, name)
             nursery.start_soon(self.ready.run)
             while True:
                 await self._wake.wait()
@@ -292,20 +288,14 @@ class Drainer:
         return errno.errorcode.get(code, str(code)) if state.refusals >= PARK_AFTER or code in _FULL else ""
 
     # ---- operations
-    def _check_reach(self) -> None:
-        """Others may have taken over: what they land must not meet what this node, knowing nothing of it, does late."""
-        if self.node.catalogue.outage_s > self.node.options.node_timeout_s / 2:
-            raise CatalogueUnavailableError("the catalogue does not answer: the PFS is left to those that it answers")
-
     async def _carry_out(self, key: bytes, op: Op, state: _State) -> None:
-        self._check_reach()
+        check_reach(self.node)
         if op.kind == OpKind.PUT:
             await self._put(key, op, state)
             return
         async with self._meta_slots:
-            self._check_reach()  # waiting may have taken long
-            current = self.node.catalogue.view.op(key)
-            if current is None or not self.responsible(current) or self.waits.blocker(key) is not None:
+            current = await self.owners.own(key, begin=True)
+            if current is None or self.waits.blocker(key) is not None:
                 return
             if current.parked and self._made_anew(key, current):
                 await self.names.finish(key)  # what it was to remove is about to be replaced
@@ -331,41 +321,35 @@ class Drainer:
             return
         if not state.ready:
             async with self._copy_slots.slot(self.waits.order.seq(key)):
-                current = self.node.catalogue.view.op(key)
-                if current is None or not self.responsible(current) or self.files.busy(op.fid):
+                current = await self.owners.own(key, begin=False)
+                if current is None or self.files.busy(op.fid):
                     return  # others may have carried it out while this one waited
                 if current != op:
                     return  # it is to land something else, or nothing any more: looked at anew
-                self._check_reach()
                 await self.ready.prepare(op, self.node.catalogue.view.inode(op.fid))
             state.ready = True
         blocker = self.waits.blocker(key)
         if blocker is not None:
             await self._note_ready(key, ready=self.waits.stuck(blocker) or op.ready or self._is_only_copy(op))
             return
-        current = self.node.catalogue.view.op(key)
-        if current is None or self._unneeded(key, current):
-            await self._give_up(key, op)
-            return
-        self._check_reach()
-        if not await self.ready.land(key, current, self._meta_slots):
-            state.ready = False
-            await self._note_ready(key, ready=False)
-            raise OSError(errno.EIO, "the prepared file is gone")
-
-    def _is_part(self, op: Op, inode: Inode) -> bool:
-        """Whether who has the current content of a file has what a PUT lands: that, or what it was appended to."""
-        content = self.node.catalogue.view.generation(op.fid)
-        return inode.gen == op.gen or (content is not None and content.stage == op.stage)
+        async with self._meta_slots:
+            current, there = await self.owners.own(key, begin=False), self.node.catalogue.view.op(key)
+            if current is not None and not self._unneeded(key, current):
+                if not await self.ready.land(key, current):
+                    state.ready = False
+                    await self._note_ready(key, ready=False)
+                    raise OSError(errno.EIO, "the prepared file is gone")
+            elif current is not None or there is None:
+                await self._give_up(key, op)
 
     def _is_gone(self, op: Op) -> bool:
         """Whether no node has the bytes of a file that was removed or written anew: they do not come back."""
         inode = self.node.catalogue.view.inode(op.fid)
         if inode is None:
-            return not self.ready.has_source(op) and all(name == self.node.name for name in self._holders(op))
+            return not self.ready.has_source(op) and all(name == self.node.name for name in self.owners.holders(op))
         if self._next(op) is None or self.ready.has_own(op):
             return False
-        return not self._is_part(op, inode) or all(name == self.node.name for name in self._holders(op))
+        return not self.owners.has_part(op, inode) or all(name == self.node.name for name in self.owners.holders(op))
 
     def _next(self, op: Op) -> bytes | None:
         """The PUT of the next content of the same file."""
@@ -504,5 +488,7 @@ class Drainer:
         if op is not None and op.kind == OpKind.PUT and self.files.busy(op.fid):
             return "waits until the writer that has the file open closes it"
         if op is not None and not self.node.live(op.owner):
-            return f"its node {op.owner} is lost; a survivor takes over"
+            fence_s = self.owners.fence_s(op)
+            late = f" in {fence_s:.0f} s, when no call that it had begun can land late any more" if fence_s else ""
+            return f"its node {op.owner} is lost; a survivor takes over{late}"
         return "is being copied" if op is not None and op.kind == OpKind.PUT else "is under way"

@@ -155,12 +155,11 @@ class DrainFiles:
         return node.local_path(content.stage, content.size) if content.size else "/dev/null", content.size
 
     # ---- landed
-    async def land(self, key: bytes, op: Op, slots: trio.CapacityLimiter) -> bool:
+    async def land(self, key: bytes, op: Op) -> bool:
         """Put a ready file under its name, and claim it. False: it is not ready any more, prepare it again."""
         used = self.node.pfs_attrs(self.node.catalogue.view.inode(op.fid))
         try:
-            async with slots:
-                found = await self._pfs.land(op.hidden, op.path, used, STALL_S)
+            found = await self._pfs.land(op.hidden, op.path, used, STALL_S)
         except FileNotFoundError as error:
             if error.errno != errno.ENODATA:
                 raise

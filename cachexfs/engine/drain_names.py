@@ -20,6 +20,7 @@ from cachexfs.engine.content import Reader
 from cachexfs.engine.drain_files import STALL_S, Progress
 from cachexfs.engine.interfaces import Pfs, PfsAttrs, PfsStat
 from cachexfs.engine.node import Node
+from cachexfs.engine.owners import check_reach
 
 HELD = b".cachexfs/held/"
 
@@ -40,6 +41,7 @@ class DrainNames:
         return self.node.pfs
 
     async def _run(self, kind: str, path: bytes, path2: bytes = b"", attrs: PfsAttrs | None = None) -> None:
+        check_reach(self.node)  # the calls before this one may have taken long
         await self._pfs.run(kind, path, path2, attrs, STALL_S)
 
     async def _stat(self, path: bytes) -> PfsStat | None:

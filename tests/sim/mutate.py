@@ -1,7 +1,7 @@
 """Checks of the checks: each mutation undoes one fix in a copy of the package, and its scene must fail.
 
-Role: a program, run by hand: ``python tests/sim/mutate.py``. Prints each mutation whose scene passes all the same, or
-whose text is not in the code any more. Concurrency: none.
+Role: a program, run by hand: ``python tests/sim/mutate.py [WORD...]`` (of the scenes' names). Prints each mutation whose
+scene passes all the same, or whose text is not in the code any more. Concurrency: none.
 """
 
 from __future__ import annotations
@@ -61,6 +61,26 @@ MUTATIONS = {
         "if record.synced is not None and not node.staging.has(record.synced.stage):",
         "if False:",
     ),
+    "test_a_call_that_hangs_on_a_node_which_was_cut_off_hits_nothing_newer": (
+        "engine/owners.py",
+        "FENCE_S = 100.0",
+        "FENCE_S = 0.0",
+    ),
+    "test_two_nodes_never_carry_out_one_operation": (
+        "engine/owners.py",
+        "return await catalogue.mutate(",
+        "return op if op.owner != node.name else await catalogue.mutate(",
+    ),
+    "test_truncate_is_seen_everywhere_though_the_release_of_a_closed_writer_is_on_its_way": (
+        "engine/filesystem.py",
+        "elif vnode.dirty:",
+        "elif vnode.dirty and vnode.writers == 0:",
+    ),
+    "test_attributes_of_what_a_passed_writer_has_emptied_since_wait_for_its_next_content": (
+        "engine/drain_names.py",
+        "and not awaited and",
+        "and",
+    ),
     "test_of_two_writers_one_wins_whole_and_the_other_is_told": (
         "core/publication.py",
         "before.gen != base_gen",
@@ -90,6 +110,8 @@ def check(name: str, file: str, there: str, before: str) -> str:
 def main() -> int:
     bad = 0
     for name, mutation in MUTATIONS.items():
+        if sys.argv[1:] and not any(word in name for word in sys.argv[1:]):
+            continue
         why = check(name, *mutation)
         bad += bool(why)
         print(f"{name}: {why or 'noticed'}", flush=True)
