@@ -58,6 +58,7 @@ class _State:
     delay_s: float = 0.0
     refusals: int = 0
     running: bool = False
+    late: bool = False  # a call of it was given up, and may land yet
 
 
 class _OldestFirst:
@@ -243,6 +244,7 @@ class Drainer:
             if op is None or now is None or (now.cancelled and not op.cancelled):
                 return  # removed meanwhile, with its bytes: no error
             state.delay_s = min(max(state.delay_s * 2, RETRY_FIRST_S), RETRY_MAX_S)
+            state.late = state.late or isinstance(error, trio.TooSlowError)
             await self._show(key, op, error, state)
             await trio.sleep(state.delay_s)
         finally:
@@ -261,20 +263,22 @@ class Drainer:
         text = f"drain: {op.kind}: {what}; next try in {state.delay_s:.2g} s"
         self.progress.errors[key] = text
         log.warning("%r: %s", op.path, text)
+        now = self.node.catalogue.view.op(key)
         parked = self._parks(error, state)
         ctx = self.node.ctx()
 
         def note(tx: Tx) -> None:
-            now = tx.read(key)
-            if parked and isinstance(now, Op) and now.parked != parked:
-                tx.put(key, msgspec.structs.replace(now, parked=parked))
+            there = tx.read(key)
+            if parked and isinstance(there, Op) and there.parked != parked:
+                tx.put(key, msgspec.structs.replace(there, parked=parked))
             if op.kind == OpKind.PUT:
                 publication.note_error(tx, ctx, op.fid, text)
 
-        if not parked and op.kind != OpKind.PUT:
-            return
         try:
-            await self.node.catalogue.mutate(note)
+            if parked or op.kind == OpKind.PUT:
+                await self.node.catalogue.mutate(note)
+            if now is not None and now.begun and not state.late:
+                await self.owners.ended(key)
         except CacheXError as unavailable:
             log.warning("the error could not be recorded: %s", unavailable)
 

@@ -6,9 +6,10 @@ answers. So no two nodes carry out one operation at a time:
 
 - The catalogue says whose it is, and is asked before each attempt (``own``). A survivor writes itself there first; who
   comes back finds that, and leaves it alone.
-- Before a change of names begins its owner notes that (``begun``). A survivor carries out what was begun only when the
-  owner has been lost for ``FENCE_S``: by then a call has landed, or its process was killed at its deadline. Until then
-  the operation is pending and what comes after it in the order waits, so a late call hits what it was meant for.
+- Before a change of names begins its owner notes that (``begun``), and takes the note back once the PFS has refused it.
+  A survivor carries out what was begun only when the owner has been lost for ``FENCE_S``: by then a call has landed, or
+  its process was killed at its deadline. Until then the operation is pending and what comes after it in the order
+  waits, so a late call hits what it was meant for.
 - What lands a file needs no note: it renames a hidden file, which is not there any more once somebody has landed it.
 
 Concurrency: none; everything but ``own`` looks at the view.
@@ -18,11 +19,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+import msgspec
 import trio
 
 from cachexfs.core.changes import take_op
 from cachexfs.core.records import Inode, Life, Op, OpKind
 from cachexfs.core.replica import Applied
+from cachexfs.core.transaction import Tx
 from cachexfs.engine.node import Node
 from cachexfs.errors import CatalogueUnavailableError
 
@@ -110,3 +113,13 @@ class Owners:
             return op
         owner, lives = op.owner, catalogue.view.is_live(op.owner)
         return await catalogue.mutate(lambda tx: take_op(tx, node.name, key, owner, lives=lives, begun=begin))
+
+    async def ended(self, key: bytes) -> None:
+        """The PFS has answered all calls of an operation, if with an error: nothing of it comes late."""
+
+        def note(tx: Tx) -> None:
+            op = tx.read(key)
+            if isinstance(op, Op) and op.owner == self.node.name and op.begun:
+                tx.put(key, msgspec.structs.replace(op, begun=False))
+
+        await self.node.catalogue.mutate(note)

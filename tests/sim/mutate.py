@@ -1,7 +1,7 @@
 """Checks of the checks: each mutation undoes one fix in a copy of the package, and its scene must fail.
 
-Role: a program, run by hand: ``python tests/sim/mutate.py [WORD...]`` (of the scenes' names). Prints each mutation whose
-scene passes all the same, or whose text is not in the code any more. Concurrency: none.
+Role: a program, run by hand: ``python tests/sim/mutate.py [WORD...]`` (of the scenes' names). Prints each mutation
+whose scene passes all the same, or whose text is not in the code any more. Concurrency: none.
 """
 
 from __future__ import annotations

@@ -28,6 +28,7 @@ from cachexfs.errors import FsError
 READ_BYTES = 4096
 LOST = b"lost with its node"
 RELEASE_S_MAX = 0.3
+UNREADABLE_S_MAX = 1000.0  # what could not be looked at because of a PFS that was away can be by then
 
 
 class Node(NamedTuple):
@@ -313,13 +314,14 @@ class Client:
     async def shown(self, *, elsewhere: bool = False, lost: bool = False) -> Tree:
         """Everything below the directory, as the mount shows it, ``elsewhere`` perhaps on another node; with ``lost``,
         ``LOST`` instead of bytes that no node has any more."""
+        end_s = trio.current_time() + UNREADABLE_S_MAX
         while True:
             life = await (self.world.others() if elsewhere else self.world.life())
             found: Tree = {}
             outcome = await life.call(lambda fs, found=found: self._walk(fs, b"", found, lost))  # type: ignore[misc]
             if outcome.killed:
                 continue
-            if outcome.errno == errno.EIO and self.world.trouble:
+            if outcome.errno == errno.EIO and self.world.trouble and trio.current_time() < end_s:
                 await trio.sleep(1)
                 continue
             if outcome.errno:
