@@ -5,7 +5,7 @@ Role: pure; see ``changes``.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 
 import msgspec
@@ -14,7 +14,7 @@ from cachexfs.core.changes import EMPTY_DIGEST, Ctx, issue, join, path_of
 from cachexfs.core.claims import withdraw_commits
 from cachexfs.core.commitfiles import is_commit_name, is_pointer_name
 from cachexfs.core.order import parent_of
-from cachexfs.core.records import Copy, Generation, Op, OpKind, Synced, generation_key, inode_key
+from cachexfs.core.records import Copy, Generation, Op, OpKind, PfsCopy, Synced, generation_key, inode_key
 from cachexfs.core.routes import DIRECT, LATE, PARTNER, give_up_direct, route_for
 from cachexfs.core.transaction import Tx
 
@@ -206,18 +206,33 @@ def forget_copies(tx: Tx, fid: int, gen: int, gone: Collection[tuple[str, str]])
 
 def pfs_copy_gone(tx: Tx, ctx: Ctx, fid: int, gen: int, holders: Sequence[str], error: str) -> None:
     """The PFS has lost a content that had landed: the claim falls, and one of ``holders`` (live nodes with a copy)
-    copies it again. Nothing happens while a change of the file is pending."""
+    copies it again. If there are none, where it was stays known: servers and their clients' caches have said so of what
+    was there. Nothing happens while a change of the file is pending."""
     inode, content = tx.inode(fid), tx.generation(fid)
     there = inode.pfs if inode is not None else None
     if inode is None or content is None or there is None or there.hidden or tx.ops_of(fid):
         return
     if (inode.gen, there.gen) != (gen, gen) or inode.writing or not tx.names_of(fid):
         return
-    tx.put(inode_key(fid), msgspec.structs.replace(inode, pfs=None, t_pfs_s=0.0, error=error))
-    if holders or not content.size:
+    again = bool(holders) or not content.size
+    pfs = None if again else msgspec.structs.replace(there, missing=True)
+    tx.put(inode_key(fid), msgspec.structs.replace(inode, pfs=pfs, t_pfs_s=0.0, error=error))
+    if again:
         owner = ctx.node if ctx.node in holders or not holders else holders[0]
-        again = Content(content.size, content.digest, content.tree, content.stage, inode.copies, inode.mtime_ns)
-        _issue_put(tx, replace(ctx, node=owner), fid, path_of(tx, fid), gen, again)
+        same = Content(content.size, content.digest, content.tree, content.stage, inode.copies, inode.mtime_ns)
+        _issue_put(tx, replace(ctx, node=owner), fid, path_of(tx, fid), gen, same)
+
+
+def pfs_copy_found(tx: Tx, ctx: Ctx, fid: int, gen: int, same: Callable[[PfsCopy], bool]) -> bool:
+    """A content that was missing on the PFS is there all the same (``same``: what is there is what was): it is claimed
+    again. False when it was not missing, or is another one."""
+    inode = tx.inode(fid)
+    there = inode.pfs if inode is not None else None
+    if inode is None or there is None or not there.missing or (inode.gen, there.gen) != (gen, gen) or not same(there):
+        return False
+    pfs = msgspec.structs.replace(there, missing=False)
+    tx.put(inode_key(fid), msgspec.structs.replace(inode, pfs=pfs, t_pfs_s=ctx.now_s, error=""))
+    return True
 
 
 def note_error(tx: Tx, ctx: Ctx, fid: int, error: str) -> None:

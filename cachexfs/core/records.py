@@ -67,6 +67,7 @@ class PfsCopy(Record, frozen=True):
     size: int
     mtime_ns: int
     hidden: str = ""  # a name below .cachexfs/, when it was withdrawn from its visible name
+    missing: bool = False  # it was not found there: nothing is claimed, and whoever finds it says so
 
 
 class Inode(Record, frozen=True, tag="i"):

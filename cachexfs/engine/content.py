@@ -272,9 +272,12 @@ class Reader:
         for path in paths:
             try:
                 assert self.node.pfs is not None
-                return await self.node.pfs.read(path, offset, length, PFS_DEADLINE_S)
+                found = await self.node.pfs.read(path, offset, length, PFS_DEADLINE_S)
+                await self._note_found(fid, path)
             except FileNotFoundError as error:
                 missing = error
+            else:
+                return found
         await self._note_gone(fid, paths)
         raise missing
 
@@ -287,6 +290,21 @@ class Reader:
         ctx, holders, why = node.ctx(), node.holders(inode), "somebody has removed it from the PFS"
         with suppress(CacheXError):
             await node.catalogue.mutate(lambda tx: publication.pfs_copy_gone(tx, ctx, fid, inode.gen, holders, why))
+
+    async def _note_found(self, fid: int, path: bytes) -> None:
+        """What the PFS had denied is there: if it is what was there before, it is claimed again."""
+        node, inode = self.node, self.node.catalogue.view.inode(fid)
+        if inode is None or inode.pfs is None or not inode.pfs.missing or node.pfs is None:
+            return
+        stat, ctx = await node.pfs.stat(path, PFS_DEADLINE_S), node.ctx()
+        same = (stat.size, stat.mtime_ns)
+        with suppress(CacheXError):
+            if await node.catalogue.mutate(
+                lambda tx: publication.pfs_copy_found(
+                    tx, ctx, fid, inode.gen, lambda copy: (copy.size, copy.mtime_ns) == same
+                )
+            ):
+                log.warning("%r is on the PFS after all", path)
 
     async def _block_digests(self, fid: int, content: Generation, holder: str | None) -> list[bytes] | None:
         """Block digests of a content, checked against the catalogue.

@@ -448,7 +448,7 @@ class Drainer:
             inode, content = view.inode(fid), view.generation(fid)
             if inode is None or content is None or content.open:
                 return
-            if inode.pfs is not None and inode.pfs.gen == inode.gen:
+            if self.node.was_landed(inode):
                 return  # a withdrawn file, too, is there, under a hidden name
             puts = [(k, op) for k, op in view.ops_of(fid) if op.kind == OpKind.PUT and op.gen == inode.gen]
             if any(op.ready or ((state := self._states.get(k)) is not None and state.ready) for k, op in puts):

@@ -147,8 +147,12 @@ class Node:
 
     def on_pfs(self, fid: int, inode: Inode) -> bool:
         """Whether the current generation lies on the PFS under its current name."""
-        there = inode.pfs is not None and inode.pfs.gen == inode.gen and not inode.pfs.hidden
+        there = self.was_landed(inode) and inode.pfs is not None and not inode.pfs.hidden
         return there and not self.catalogue.view.is_moving(fid)
+
+    def was_landed(self, inode: Inode) -> bool:
+        """Whether the current generation lies on the PFS, under whatever name."""
+        return inode.pfs is not None and inode.pfs.gen == inode.gen and not inode.pfs.missing
 
     def boundary(self, fid: int, inode: Inode, *, count_pfs: bool = True) -> Boundary:
         """The boundary of a file's current generation, from the evidence that counts now."""
@@ -156,7 +160,7 @@ class Node:
         copies = len({copy.node for copy in self.live_copies(inode)})
         if inode.size == 0:  # the catalogue alone holds all that there is
             copies = self.replica_count + 1
-        elif not copies and count_pfs and inode.pfs is not None and inode.pfs.gen == inode.gen:
+        elif not copies and count_pfs and self.was_landed(inode):
             copies = 1  # on the PFS under another name, withdrawn or not yet renamed: not safe, and not lost
         return boundary_of(published=True, on_pfs=on_pfs, fast_copies=copies, replicas=self.replica_count)
 

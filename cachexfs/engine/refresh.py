@@ -126,7 +126,7 @@ class Refresher:
         inode = self.node.catalogue.view.inode(entry.fid) if entry is not None else None
         if entry is None or inode is None:
             return False
-        return inode.kind == "d" or (inode.pfs is not None and not inode.pfs.hidden)
+        return inode.kind == "d" or (inode.pfs is not None and not inode.pfs.hidden and not inode.pfs.missing)
 
     async def _take(self, parent: int, seen: int, prefix: bytes, rows: list[Row], found: Refreshed) -> None:
         fids = {name: self.node.new_fid() for name, _ in rows}
@@ -172,7 +172,7 @@ class Refresher:
         else:
             same = (stat.ino, stat.size, stat.mtime_ns) == (there.ino, there.size, there.mtime_ns)
         if same:
-            return False
+            return publication.pfs_copy_found(tx, self.node.ctx(), entry.fid, inode.gen, lambda _: True)
         gen, mtime_s = inode.gen + (inode.kind == "f"), stat.mtime_ns / 1e9
         new = msgspec.structs.replace(
             inode, mode=stat.mode & 0o7777, uid=stat.uid, gid=stat.gid, size=stat.size, gen=gen, origin="", copies=(),

@@ -721,3 +721,25 @@ async def test_a_directory_is_looked_at_for_the_first_time_while_its_rename_land
     assert scene.on_pfs(b"e/a") == b"old"
     assert [name for name, _ in await scene.fs.names(await scene.ino(b"e"))] == [b"a"]
     assert await scene.read(b"e/a") == b"old"
+
+
+@scene(planted={b"d": ("d", 0o755, b""), b"d/a": ("f", 0o644, b"old")})
+async def test_what_the_pfs_denied_once_is_read_and_claimed_again(scene: Scene) -> None:
+    """It counted as lost for good, and its removal left it on the PFS."""
+    read = scene.life.pfs.read
+
+    async def denied(path: bytes, *args: Any) -> bytes:
+        raise FileNotFoundError(errno.ENOENT, "not here", os.fsdecode(path))
+
+    scene.life.pfs.read = denied  # type: ignore[method-assign]
+    with pytest.raises(FsError):
+        await scene.read(b"d/a")
+    assert await scene.stage(b"d/a") == "lost"
+    scene.life.pfs.read = read  # type: ignore[method-assign]
+    assert await scene.read(b"d/a") == b"old"
+    assert await scene.stage(b"d/a") == "pfs"
+    scene.life.pfs.read = denied  # type: ignore[method-assign]
+    await trio.sleep(1)
+    await scene.unlink(b"d/a")
+    await scene.drained()
+    assert scene.store.find(b"d/a") is None
