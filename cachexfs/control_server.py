@@ -291,7 +291,8 @@ class ControlServer:
         timeout = request.get("timeout_s")
         path = str(request.get("path") or "")
         reason = ""
-        with trio.move_on_after(float("inf") if timeout is None else float(timeout)):
+        patience = trio.move_on_after(float("inf") if timeout is None else float(timeout))
+        with self.node.foreground.awaited(), patience:
             while True:
                 reached, reason, progress = await self._reached(path, at)
                 if reached:
@@ -354,7 +355,8 @@ class ControlServer:
             left.append({"path": "", "reason": orphans})
         deadline_s = trio.current_time() + (float("inf") if timeout is None else float(timeout))
         if not self.abandon:
-            await self._drain(send, deadline_s, patient=timeout is not None)
+            with self.node.foreground.awaited():
+                await self._drain(send, deadline_s, patient=timeout is not None)
         undrained = self._undrained()
         for key, op in [row for row in undrained if row[1].kind != OpKind.DIRATTR] or undrained:
             left.append({"path": _text(op.path) or ".", "reason": control_explain.reason_of(self.parts, key, op)})

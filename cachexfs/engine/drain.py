@@ -224,6 +224,7 @@ class Drainer:
             nursery.start_soon(self.ready.run)
             while True:
                 await self._wake.wait()
+                await self.node.foreground.pause()
                 self._wake = trio.Event()
                 for key in sorted(self._runnable, key=self.waits.order.seq):
                     del self._runnable[key]
@@ -443,6 +444,10 @@ class Drainer:
 
     async def until_ready(self, fid: int) -> None:
         """Wait until the published content of a file is safe on the PFS, under its name or a hidden one."""
+        with self.node.foreground.awaited():
+            await self._until_ready(fid)
+
+    async def _until_ready(self, fid: int) -> None:
         view = self.node.catalogue.view
         while True:
             inode, content = view.inode(fid), view.generation(fid)

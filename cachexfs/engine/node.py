@@ -19,6 +19,7 @@ from cachexfs.core.boundary import Boundary, boundary_of
 from cachexfs.core.changes import Ctx
 from cachexfs.core.records import FID_STEP, ROOT_FID, Copy, DirTimes, Inode
 from cachexfs.core.routes import DIRECT, PARTNER
+from cachexfs.engine.foreground import Foreground
 from cachexfs.engine.interfaces import Catalogue, Clock, Peers, Pfs, PfsAttrs, ReplicaHolder, StagingArea
 from cachexfs.engine.requests import Requests
 
@@ -53,6 +54,7 @@ class Node:
     route_why: Callable[[], str] = field(default=lambda: "")  # of what ``choose_route`` said last
     choose_route: Callable[[], str] = field(default=lambda: PARTNER)  # for ``route=auto``; cheap, never waits
     requests: Requests = field(init=False)
+    foreground: Foreground = field(default_factory=Foreground)
     _op_base: int = 0
     _op_count: int = 0
 

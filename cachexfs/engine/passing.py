@@ -70,6 +70,7 @@ class Passing:
             if not vnode.removed:
                 os.fchmod(vnode.fd, PASSED_MODE)  # should this daemon die, its bytes are newer than what was published
             self.vnodes.add(vnode)
+            self.node.foreground.busy(2 * WATCH_INTERVAL_S)
             self._get_ready()
 
     def end(self, handle: Handle) -> None:
@@ -89,6 +90,7 @@ class Passing:
             os.fchmod(vnode.fd, PLAIN_MODE)
         self._usual_bytes = vnode.seen[0]
         if not self.vnodes:
+            self.node.foreground.rest()
             self.node.staging.forget_ready()
 
     def has_room(self) -> bool:
@@ -139,6 +141,7 @@ class Passing:
                     grown.append(vnode)
             if not grown:
                 continue
+            self.node.foreground.busy(2 * WATCH_INTERVAL_S)
             step_bytes = self.node.staging.used_bytes - before_bytes
             self._step_bytes = max(step_bytes, self._step_bytes * 7 // 8)
             need = max(ROOM_BYTES_MIN, 3 * self._step_bytes)

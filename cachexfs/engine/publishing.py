@@ -116,10 +116,12 @@ class Publishing:
         vnode.digested = (version, size, found)
         return found
 
-    async def digests_of(self, fd: int, size: int) -> Digests:
-        """Of a descriptor that may be exchanged meanwhile."""
+    async def digests_of(self, fd: int, size: int, *, late: bool = False) -> Digests:
+        """Of a descriptor that may be exchanged meanwhile. ``late``: nobody waits for them."""
         own = os.dup(fd)
         try:
+            if late:
+                await self.node.foreground.pause()
             return await self.node.digests(own, size)
         finally:
             os.close(own)
@@ -163,7 +165,8 @@ class Publishing:
             return
         if content.tree and content.size > DIGEST_AT_ONCE_BYTES_MAX:
             return
-        digest, tree, _ = await self.digests_of(vnode.fd, content.size)
+        late = content.size > DIGEST_AT_ONCE_BYTES_MAX
+        digest, tree, _ = await self.digests_of(vnode.fd, content.size, late=late)
         if content.tree:
             if tree != content.tree and vnode.content is content:
                 vnode.version += 1

@@ -120,6 +120,7 @@ class Operations(pyfuse3.Operations):  # type: ignore[misc]
     def _request(self, ctx: pyfuse3.RequestContext) -> Iterator[int | None]:
         """While a changing request is worked on: its id, under which a later daemon may be asked again."""
         request = None if self._supervisor is None else self._supervisor.request_id(ctx.pid)
+        self.filesystem.node.foreground.busy()
         with self.filesystem.node.requests.answering(request):
             yield request
 
@@ -280,6 +281,7 @@ class Operations(pyfuse3.Operations):  # type: ignore[misc]
 
     @handler
     async def write(self, fh: int, off: int, buf: bytes) -> int:
+        self.filesystem.node.foreground.busy()
         return await self.filesystem.write(self._handles[fh], off, buf)
 
     @handler
