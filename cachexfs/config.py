@@ -38,6 +38,7 @@ class MountOptions(msgspec.Struct, frozen=True, kw_only=True):
     nvme: str | None = None
     spill: str = "auto"
     prefault: int = 0
+    nice: int = 0
     nodes: tuple[NodeAddress, ...] = ()
     node: str = ""
     job: str = ""

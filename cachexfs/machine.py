@@ -1,4 +1,4 @@
-"""What this machine has: memory, disks.
+"""What this machine has: memory, disks, processors.
 
 Role: base layer; asked when options get their defaults and staging its size.
 """
@@ -6,10 +6,40 @@ Role: base layer; asked when options get their defaults and staging its size.
 from __future__ import annotations
 
 import os
+import resource
 import stat
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 
 from cachexfs import mountinfo
 from cachexfs.errors import UsageError
+
+BACKGROUND_NICE = 5
+
+
+def take_precedence(nice: int) -> None:
+    """Give this process a priority, as in nice(1), to which its threads may come back from the background."""
+    with suppress(OSError, ValueError):  # who may not raise the limit needs it only as another user
+        resource.setrlimit(resource.RLIMIT_NICE, (20 - nice, 20 - nice))
+    with suppress(OSError):  # root of a container may lack CAP_SYS_NICE
+        os.setpriority(os.PRIO_PROCESS, 0, nice)
+
+
+@contextmanager
+def in_background() -> Iterator[None]:
+    """The calling thread leaves the processors to others, where it may come back from that."""
+    thread = threading.get_native_id()
+    before = os.getpriority(os.PRIO_PROCESS, thread)
+    if os.geteuid() != 0 and resource.getrlimit(resource.RLIMIT_NICE)[0] < 20 - before:
+        yield
+        return
+    os.setpriority(os.PRIO_PROCESS, thread, max(before, BACKGROUND_NICE))
+    try:
+        yield
+    finally:
+        with suppress(PermissionError):  # root without CAP_SYS_NICE
+            os.setpriority(os.PRIO_PROCESS, thread, before)
 
 
 def memory_limit_bytes(root: str = "/") -> int:

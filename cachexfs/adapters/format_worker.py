@@ -123,7 +123,7 @@ def main() -> int:
     (length,) = LENGTH.unpack(read_exactly(0, LENGTH.size))
     task = msgspec.msgpack.decode(read_exactly(0, length), type=Task)
     threading.Thread(target=_end_with, args=(0,), daemon=True).start()
-    os.nice(NICE)
+    os.setpriority(os.PRIO_PROCESS, 0, NICE)
     resource.setrlimit(resource.RLIMIT_CPU, (task.processor_s_max, task.processor_s_max + 5))  # SIGXCPU, then SIGKILL
     resource.setrlimit(resource.RLIMIT_AS, (task.memory_bytes_max, task.memory_bytes_max))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

@@ -25,12 +25,13 @@ from collections.abc import Callable
 
 import msgpack
 
+from cachexfs import machine
 from cachexfs.adapters import pfs_names, pfs_ops
 from cachexfs.adapters.pfs_attrs import Attrs, StatRow
 from cachexfs.adapters.pfs_dir import Memory, PfsIdentity, RootError
 
 FRAME_BYTES_MAX = 16 << 20
-NICE = 5
+NICE = machine.BACKGROUND_NICE
 LENGTH = struct.Struct(">I")
 _PR_SET_PDEATHSIG = 1
 _SYS_IOPRIO_SET = {"x86_64": 251, "aarch64": 30}
@@ -126,7 +127,7 @@ def prepare_process(parent_pid: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.umask(0)
     with contextlib.suppress(OSError):
-        os.nice(NICE)
+        os.setpriority(os.PRIO_PROCESS, 0, NICE)
     number = _SYS_IOPRIO_SET.get(os.uname().machine)
     if number is not None:
         libc.syscall(number, _IOPRIO_WHO_PROCESS, 0, _IOPRIO_BEST_EFFORT_LOWEST)

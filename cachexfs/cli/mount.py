@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
+from functools import partial
 
 import click
 import msgspec
@@ -33,6 +34,7 @@ from cachexfs.cli.options import load_options
 from cachexfs.cli.output import write_json, write_warning
 from cachexfs.config import MountOptions, mount_id
 from cachexfs.errors import EXIT_DONE, CacheXError, CannotTellError, UsageError
+from cachexfs.machine import take_precedence
 from cachexfs.mountpoint import protect, unprotect
 from cachexfs.supervisor.mount import changeable_by_others
 
@@ -161,6 +163,7 @@ def _start(options: MountOptions, foreground: bool, timeout_s: float, as_json: b
         env=None if user is None else environment_for(user),
         cwd="/",
         start_new_session=not foreground,
+        preexec_fn=partial(take_precedence, options.nice),
     )
     os.close(writer)
     if log_fd is not None:

@@ -9,6 +9,7 @@ MEANINGS = {
     "memory": "staging size, as 64G or 25% (of what cgroup or machine allow; default)",
     "staging": "directory for staging, on tmpfs",
     "nvme": "directory on this node's own disk, for others' replicas; needed with nodes=",
+    "nice": "priority of the processes that applications wait for, as in nice(1)",
     "prefault": "memory made ready while nothing is written; off, or a size",
     "spill": "where staged files go when memory is full: auto, off, or a directory",
     "nodes": "the job's nodes: n[1-4,7], a;b;c, or @FILE; the same on all",

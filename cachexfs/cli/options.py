@@ -25,6 +25,7 @@ from cachexfs.machine import memory_limit_bytes
 
 MEMORY_BYTES_MIN = 1 << 20
 MEMORY_SHARE_DEFAULT = "25%"
+NICE_OF_ROOT = -10
 PREFAULT_PART, PREFAULT_BYTES_MAX = 4, 2 << 30  # of memory, by default
 ENV_PREFIX = "CACHEXFS_"
 #: Environment variables with our prefix that are no options: other parts of the project read them.
@@ -146,11 +147,24 @@ def _prefault(text: str) -> int:
     return words[text] if text in words else sizes.parse_size(text)
 
 
+def _nice(text: str) -> int:
+    try:
+        value = int(text)
+    except ValueError:
+        value = 99
+    if not -20 <= value <= 19:
+        raise UsageError(f"nice={text} is not from -20 to 19")
+    if value < 0 and os.geteuid() != 0:
+        raise UsageError(f"nice={text}: only root can give the mount precedence")
+    return value
+
+
 OPTIONS: dict[str, Option] = {
     "memory": Option("memory", _memory),
     "staging": Option("staging", parse_path),
     "nvme": Option("nvme", parse_path),
     "prefault": Option("prefault", _prefault),
+    "nice": Option("nice", _nice),
     "spill": Option("spill", lambda text: text if text in ("auto", "off") else parse_path(text)),
     "nodes": Option("nodes", str),
     "node": Option("node", str),
@@ -289,6 +303,7 @@ def _resolve(values: dict[str, object], pfs: str, mountpoint: str, environ: Mapp
         own = next(address for address in addresses if address.name == node)
         host = host or listen_host(own, addresses)
         port = port or own.port
+    values.setdefault("nice", NICE_OF_ROOT if os.geteuid() == 0 else 0)
     if int(str(values.get("prefault", -1))) < 0:
         values["prefault"] = min(int(str(values["memory"])) // PREFAULT_PART, PREFAULT_BYTES_MAX)
     values.setdefault("fsync", "partner" if len(addresses) > 1 else "pfs")

@@ -11,9 +11,11 @@ import os
 import random
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
+from functools import partial
 
 import trio
 
+from cachexfs import machine
 from cachexfs.config import MountOptions
 from cachexfs.core.boundary import Boundary, boundary_of
 from cachexfs.core.changes import Ctx
@@ -29,6 +31,11 @@ CALL_SHOWN_S = 600.0
 
 #: (digest, tree, blocks) of the first bytes of an open file.
 DigestFile = Callable[[int, int], tuple[bytes, bytes, list[bytes]]]
+
+
+def _in_background(digest_file: DigestFile, fd: int, size: int) -> tuple[bytes, bytes, list[bytes]]:
+    with machine.in_background():
+        return digest_file(fd, size)
 
 
 @dataclass
@@ -191,12 +198,13 @@ class Node:
         mtime_ns = times.mtime_ns if times is not None else inode.mtime_ns
         return PfsAttrs(inode.mode, inode.uid, inode.gid, inode.atime_ns, mtime_ns)
 
-    async def digests(self, fd: int, size: int) -> tuple[bytes, bytes, list[bytes]]:
-        """Digests of an open file's first bytes; in a thread unless it is a block or two."""
+    async def digests(self, fd: int, size: int, *, late: bool = False) -> tuple[bytes, bytes, list[bytes]]:
+        """Digests of an open file's first bytes; in a thread unless it is a block or two. ``late``: nobody waits."""
         if size <= 2 << 20:
             return self.digest_file(fd, size)
         copy = os.dup(fd)
         try:
-            return await trio.to_thread.run_sync(self.digest_file, copy, size)
+            work = partial(_in_background, self.digest_file) if late else self.digest_file
+            return await trio.to_thread.run_sync(work, copy, size)
         finally:
             os.close(copy)

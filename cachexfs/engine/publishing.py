@@ -122,7 +122,7 @@ class Publishing:
         try:
             if late:
                 await self.node.foreground.pause()
-            return await self.node.digests(own, size)
+            return await self.node.digests(own, size, late=late)
         finally:
             os.close(own)
 

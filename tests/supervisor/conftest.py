@@ -94,8 +94,12 @@ class Mount:
 
     def umount(self) -> int:
         """umount(8), then the supervisor's exit code."""
-        subprocess.run(["umount", str(self.point)], check=True, timeout=END_S_MAX)
+        self.take_away()
         return self.wait()
+
+    def take_away(self) -> None:
+        """umount(8), as soon as nobody looks into it (who searches the machine may be there for a moment)."""
+        wait_until(lambda: not subprocess.run(["umount", self.point], timeout=END_S_MAX).returncode, "umount")
 
     def applied(self, op: str) -> int:
         """How often the daemon, in all its lives, has applied ``op``."""

@@ -345,7 +345,7 @@ def test_daemons_that_are_killed_before_they_serve_are_not_given_up(mount: Mount
 @pytest.mark.parametrize("how", ["drained", "stopped", "killed"])
 def test_a_daemon_drains_without_its_mount_for_as_long_as_it_takes(mount: Mount, how: str) -> None:
     mount.up("--exit-timeout", "0.2", drain="1")
-    subprocess.run(["umount", str(mount.point)], check=True, timeout=20)
+    mount.take_away()
     wait_until(lambda: mount.phase() == "ended", "the mount has ended")
     time.sleep(0.6)  # three times what an exit may take
     assert mount.phase() == "ended"
