@@ -3,7 +3,7 @@
     python bench/bench_mount.py [--only GROUP,GROUP] [--mib 1024] [--rounds 5] [--json]
 
 Groups: ``handler`` (writes by the daemon's handler), ``supervisor`` (the same with and without one), ``read``,
-``spread`` (many writes), ``small`` (files of 4 KiB), ``passed`` (writes and reads that the kernel passes to staging),
+``read_through`` (files that are on the PFS alone), ``spread`` (many writes), ``small`` (files of 4 KiB), ``passed`` (writes and reads that the kernel passes to staging),
 ``drain``, ``cpu`` (processor time of two nodes), ``nodes`` (three nodes). Each is a mount of its own. The sides take
 turns, after a turn that warms them up; before each the daemon's background work is waited for and free memory is
 touched (see ``compare.touch``). Staging is warm: files were written and removed before. Root: it mounts tmpfs. Exit 1
@@ -198,6 +198,28 @@ def reads(report: Report, root: Path, size: int, rounds: int) -> None:
             report.ratio(f"{way}, read again", "GB/s", again, theirs, "tmpfs", again_min, note=f"{rounds} files")
 
 
+def read_through(report: Report, root: Path, size: int, rounds: int) -> None:
+    """First read, by a fresh mount, of files that are on the PFS alone."""
+    share = size // 2
+    with alone(root / "t", (rounds + 2) * share + (1 << 30)) as place:
+        names = [f"t{turn}" for turn in range(rounds + 1)]
+        for name in names:
+            write(place.directory / name, share)
+        place.cluster.umount()
+        place.cluster.mount()
+
+        def side(directory: Path) -> Callable[[int], float]:
+            def run(turn: int) -> float:
+                forget_pages(place.cluster.pfs / names[turn])
+                place.settle(share)
+                return read(directory / names[turn])
+
+            return run
+
+        ours, theirs = alternate(rounds, side(place.directory), side(place.cluster.pfs))
+        report.ratio("first read of what is on the PFS alone", "GB/s", ours, theirs, "the PFS directory itself")
+
+
 def spread(report: Report, root: Path, size: int, rounds: int) -> None:
     """How much the time of a write varies."""
     share = size // 4
@@ -246,6 +268,14 @@ def small(report: Report, root: Path, size: int, rounds: int) -> None:
             for _ in range(500):
                 os.stat(name)
             report.absolute(f"stat, {way}", "us", (time.perf_counter() - began) / 500 * 1e6)
+
+
+def forget_pages(path: Path) -> None:
+    """Have the kernel read a file from its disk next time."""
+    fd = os.open(path, os.O_RDONLY)
+    os.fsync(fd)
+    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+    os.close(fd)
 
 
 def until(path: Path, stage: str) -> None:
@@ -409,6 +439,7 @@ GROUPS: dict[str, Callable[[Report, Path, int, int], None]] = {
     "handler": handler,
     "supervisor": supervisor,
     "read": reads,
+    "read_through": read_through,
     "spread": spread,
     "small": small,
     "passed": passed,
