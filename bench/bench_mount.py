@@ -3,7 +3,8 @@
     python bench/bench_mount.py [--only GROUP,GROUP] [--mib 1024] [--rounds 5] [--json]
 
 Groups: ``handler`` (writes by the daemon's handler), ``supervisor`` (the same with and without one), ``read``,
-``read_through`` (files that are on the PFS alone), ``spread`` (many writes), ``small`` (files of 4 KiB), ``passed`` (writes and reads that the kernel passes to staging),
+``read_through`` (files that are on the PFS alone), ``spread`` (many writes), ``small`` (files of 4 KiB), ``passed``
+(writes and reads that the kernel passes to staging),
 ``drain``, ``cpu`` (processor time of two nodes), ``nodes`` (three nodes). Each is a mount of its own. The sides take
 turns, after a turn that warms them up; before each the daemon's background work is waited for and free memory is
 touched (see ``compare.touch``). Staging is warm: files were written and removed before. Root: it mounts tmpfs. Exit 1

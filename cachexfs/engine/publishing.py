@@ -23,6 +23,7 @@ from cachexfs.engine.node import Node
 from cachexfs.engine.passing import Passing
 from cachexfs.engine.vnode import Handle, Vnode, route_of
 from cachexfs.engine.writing import check_size
+from cachexfs.errors import CorruptError
 
 DIGEST_AT_ONCE_BYTES_MAX = 1 << 20  # hashing so little costs less than telling the digest later
 Digests = tuple[bytes, bytes, list[bytes]]
@@ -112,19 +113,40 @@ class Publishing:
     async def _digests(self, vnode: Vnode, version: int, size: int) -> Digests:
         if vnode.digested is not None and vnode.digested[:2] == (version, size):
             return vnode.digested[2]
-        found = await self.digests_of(vnode.fd, size)
+        found = await self.digests_of(vnode, vnode.stage, size)
         vnode.digested = (version, size, found)
         return found
 
-    async def digests_of(self, fd: int, size: int, *, late: bool = False) -> Digests:
-        """Of a descriptor that may be exchanged meanwhile. ``late``: nobody waits for them."""
-        own = os.dup(fd)
+    async def digests_of(self, vnode: Vnode, stage: str, size: int, *, late: bool = False) -> Digests:
+        """Of the first bytes of one of a vnode's staged files. ``late``: nobody waits for them. Raises ``OSError``.
+
+        While a reader is served by the kernel, a writer has what is published moved to another file, which gets its
+        stage name, and changes this one (``Writing``): then the other one is what counts.
+        """
+        staging = self.node.staging
+        fd = os.dup(vnode.fd) if stage == vnode.stage else staging.open_file(stage)
         try:
-            if late:
-                await self.node.foreground.pause()
-            return await self.node.digests(own, size, late=late)
+            while True:
+                looked_at = os.fstat(fd)
+                found = await self._digests_unless_cut(fd, size, late=late)
+                try:
+                    now = os.stat(staging.path(stage)) if stage else looked_at
+                except FileNotFoundError:
+                    now = looked_at  # without a name it stays where it is
+                if os.path.samestat(now, looked_at):
+                    if found is None:
+                        raise CorruptError(f"the staged file {stage} has been cut")
+                    return found
+                os.close(fd)
+                fd = staging.open_file(stage)
         finally:
-            os.close(own)
+            os.close(fd)
+
+    async def _digests_unless_cut(self, fd: int, size: int, *, late: bool) -> Digests | None:
+        try:
+            return await self.node.digests(fd, size, late=late)
+        except CorruptError:
+            return None
 
     async def snapshot(self, vnode: Vnode) -> tuple[int, int, Digests]:
         """(version, size, digests) of the bytes now in the staging file, for an fsync before publication."""
@@ -160,13 +182,14 @@ class Publishing:
         Where they were told before, one writer may have been in the middle of a write when another one closed: its
         bytes may have come after the look at them, and its stamp before.
         """
+        if vnode.content.size > DIGEST_AT_ONCE_BYTES_MAX:
+            await self.node.foreground.pause()
         content = vnode.content
-        if vnode.dirty or vnode.removed or not content.size or vnode.fd < 0:
+        if vnode.passed or vnode.dirty or vnode.removed or not content.size or vnode.fd < 0:
             return
         if content.tree and content.size > DIGEST_AT_ONCE_BYTES_MAX:
             return
-        late = content.size > DIGEST_AT_ONCE_BYTES_MAX
-        digest, tree, _ = await self.digests_of(vnode.fd, content.size, late=late)
+        digest, tree, _ = await self.digests_of(vnode, content.stage, content.size, late=True)
         if content.tree:
             if tree != content.tree and vnode.content is content:
                 vnode.version += 1
