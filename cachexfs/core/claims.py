@@ -77,7 +77,7 @@ def tear(tx: Tx, key: bytes, claimants: Collection[bytes], *, keep_name: bool = 
     if not isinstance(put, Op):
         return
     if keep_name:
-        tx.put(key, msgspec.structs.replace(put, size=0, stage=""))
+        tx.put(key, msgspec.structs.replace(put, size=0, stage="", tree=b""))
     else:
         tx.delete(key)
     for other in claimants:

@@ -95,6 +95,7 @@ def _issue_put(tx: Tx, ctx: Ctx, fid: int, path: bytes, gen: int, content: Conte
     op = Op(
         OpKind.PUT, path, ctx.node, fid=fid, gen=gen, commit=commit, below=parent_of(path) if commit else b"",
         target=content.target if is_pointer_name(name) else None, size=content.size, stage=content.stage,
+        tree=content.tree,
     )  # fmt: skip
     issue(tx, ctx, op)
     for parent, other in tx.names_of(fid)[1:]:  # what lands is a new file there: its further names follow
@@ -112,6 +113,9 @@ def complete(tx: Tx, fid: int, content: Generation, digest: bytes, tree: bytes) 
     now = tx.generation(fid)
     if now is not None and now.gen == content.gen and now.stage == content.stage and not now.tree:
         tx.put(generation_key(fid), msgspec.structs.replace(now, digest=digest, tree=tree))
+        for key, op in tx.ops_of(fid):
+            if op.kind == OpKind.PUT and op.gen == now.gen:
+                tx.put(key, msgspec.structs.replace(op, tree=tree))
 
 
 def close_created(tx: Tx, ctx: Ctx, fid: int) -> None:

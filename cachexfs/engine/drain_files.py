@@ -60,6 +60,7 @@ class DrainFiles:
         self.progress = progress
         self._fsynced: dict[str, bytes] = {}  # hidden name -> tree digest of what an fsync put there
         self._made: dict[int, dict[str, int]] = {}  # file id -> hidden names that may exist -> their generation
+        self._damaged: set[str] = set()  # hidden names of contents that were found damaged here
         self._cleaned_up = False  # what an earlier life has prepared is known
         self._nursery: trio.Nursery | None = None
 
@@ -99,8 +100,7 @@ class DrainFiles:
             return
         self._fsynced.pop(op.hidden, None)
         source, size = self._source(op, content)
-        doubtful = op.stage in self.node.unverified or not self.node.staging.has(op.stage)
-        if source is not None and size and doubtful and not await check_stage(self.node, op.stage):
+        if source is not None and size and not await self._is_good(op, content, source):
             raise FsError(errno.EIO, f"the bytes on node {self.node.name} are damaged: their digest is wrong")
         if source is None:
             await check_stage(self.node, op.stage)
@@ -117,6 +117,28 @@ class DrainFiles:
             await self._pfs.prepare(source, size, op.hidden, attrs, record, STALL_S, digest=digest)
         self._made.setdefault(op.fid, {})[op.hidden] = op.gen  # also if another node has landed that meanwhile
         self.progress.landed_bytes += op.size
+
+    async def _is_good(self, op: Op, content: Generation | None, source: str) -> bool:
+        """Whether the bytes of a PUT are what was published; not asked of those that this daemon has written itself.
+
+        Of an earlier content than the current one no other copy is known: damaged, it counts as gone from now on.
+        """
+        node = self.node
+        if op.stage not in node.unverified and node.staging.has(op.stage):
+            return True
+        if content is not None and content.gen <= op.gen:
+            return await check_stage(node, op.stage)
+        if not op.tree or source != node.local_path(op.stage, op.size):
+            return True  # a writer that the kernel served may have changed it since, and its digest never told
+        fd = os.open(source, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            good = (await node.digests(fd, op.size))[1] == op.tree
+        finally:
+            os.close(fd)
+        if not good:
+            log.error("%s: %r, generation %d, is damaged", op.stage, op.path, op.gen)
+            self._damaged.add(op.hidden)
+        return good
 
     def fsynced(self, op: Op, tree: bytes) -> None:
         """What is ready now are these bytes: no need to copy them again if they are published."""
@@ -138,6 +160,8 @@ class DrainFiles:
 
     def has_own(self, op: Op) -> bool:
         """Whether this node has the very bytes of a PUT, or what a writer that the kernel served has left of them."""
+        if op.hidden in self._damaged:
+            return False
         return not op.size or self.node.staging.has(op.stage) or self.node.local_path(op.stage, op.size) is not None
 
     def _source(self, op: Op, content: Generation | None) -> tuple[str | None, int]:
@@ -147,6 +171,8 @@ class DrainFiles:
         left of it lands, or the newest content, for the sake of those that wait for the name.
         """
         node = self.node
+        if op.hidden in self._damaged:
+            return None, op.size
         found = "/dev/null" if not op.size else node.local_path(op.stage, op.size)
         if found is not None or content is None or content.gen <= op.gen:
             return found, op.size

@@ -114,7 +114,8 @@ async def verify(node: Node) -> None:
                 await check_stage(node, stage)
         except (CacheXError, OSError) as error:
             log.warning("checking %s: %s", stage, error)
-        node.unverified.discard(stage)
+        if not any(op.stage == stage for _, op in node.catalogue.view.ops_of(parse_stage(stage)[0])):
+            node.unverified.discard(stage)  # else its drain looks at what exactly it lands
 
 
 async def check_stage(node: Node, stage: str) -> bool:

@@ -81,6 +81,16 @@ MUTATIONS = {
         "and not awaited and",
         "and",
     ),
+    "test_damaged_bytes_that_a_commit_file_claims_and_that_were_overwritten_hold_nothing_up": (
+        "engine/drain_files.py",
+        "return good\n\n    def fsynced",
+        "return True\n\n    def fsynced",
+    ),
+    "test_what_the_pfs_denied_once_is_read_and_claimed_again": (
+        "core/publication.py",
+        "pfs = None if again else",
+        "pfs = None if True else",
+    ),
     "test_of_two_writers_one_wins_whole_and_the_other_is_told": (
         "core/publication.py",
         "before.gen != base_gen",
@@ -98,7 +108,9 @@ def check(name: str, file: str, there: str, before: str) -> str:
         if there not in text:
             return f"{file} has no {there!r}"
         path.write_text(text.replace(there, before, 1))
-        scenes = [str(ROOT / "tests/sim" / found) for found in ("test_found.py", "test_found_nodes.py")]
+        scenes = [
+            str(ROOT / "tests/sim" / found) for found in ("test_found.py", "test_found_nodes.py", "test_stuck.py")
+        ]
         options = ["-q", "-x", "-p", "no:cacheprovider", "-c", str(ROOT / "pyproject.toml"), "-k", name]
         done = subprocess.run(
             [sys.executable, "-m", "pytest", *options, *scenes],

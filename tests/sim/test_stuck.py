@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import trio
-from sim_check import commit_file
+from sim_check import Checkers, Saves, commit_file
 from sim_store import Ino
 from test_found import Scene, scene
 
@@ -243,3 +243,30 @@ async def test_verify_finds_a_byte_that_the_pfs_has_flipped_and_copies_again(sce
     await scene.drained()
     assert flipped == [b"right"]
     assert scene.on_pfs(b"a") == b"right"
+
+
+@scene()
+async def test_damaged_bytes_that_a_commit_file_claims_and_that_were_overwritten_hold_nothing_up(scene: Scene) -> None:
+    """Damaged, not missing: they were copied as they were, and a commit file landed over them; or tried for ever."""
+    scene.faults.away = True
+    await scene.mkdir(b"s")
+    await scene.write(b"s/m", b"old bytes")
+    await scene.write(b"s/.metadata", commit_file(1, {b"m": b"old bytes"}))
+    old = scene.life.catalogue.view.generation(await scene.ino(b"s/m"))
+    assert old is not None
+    handle = await scene.fs.open(await scene.ino(b"s/m"), os.O_WRONLY | os.O_TRUNC)
+    await scene.fs.write(handle, 0, b"new")
+    await scene.close(handle)
+    scene.life.kill()
+    await trio.testing.wait_all_tasks_blocked()
+    fd = os.open(scene.life.staging.path(old.stage), os.O_WRONLY)
+    os.pwrite(fd, b"BAD", 0)
+    os.close(fd)
+    await scene.start()
+    checkers = Checkers(scene.store, Saves())
+    checkers.saves.made[commit_file(1, {b"m": b"old bytes"})] = {b"m": b"old bytes"}
+    scene.life.pfs._looked = checkers.commit_last
+    scene.faults.away = False
+    await scene.drained()
+    assert scene.on_pfs(b"s/m") == b"new"
+    assert scene.on_pfs(b"s/.metadata") is None
