@@ -204,7 +204,7 @@ def land(context: Context, hidden: str, path: bytes, attrs: Attrs, size: int, in
     name = plain_name(hidden)
     with context.open(mutating=True) as pfs:
         tmp = pfs.tmp(name)
-        parent, last = pfs.parent(path)
+        parent, last = pfs.place(path)
         try:
             fd = pfs.keep(os.open(name, _EXAMINE, dir_fd=tmp))
         except FileNotFoundError:

@@ -150,12 +150,12 @@ class Op(Record, frozen=True, tag="p"):
 
     ``owner`` is the node that carries it out while it lives; who takes it over writes itself there first. ``begun``: a
     call of the owner may be under way, and land late should the owner be lost; PUTs need no such mark, what lands them
-    late finds no source. ``commit`` marks a commit operation, ``below`` the
-    directory whose earlier changes it waits for ("" is the root) and ``target`` a second one for pointers.
+    late finds no source. ``commit`` marks a commit operation, ``below`` the directory whose earlier changes it waits
+    for ("" is the root) and ``target`` a second one for pointers. ``cancelled``: it must not be seen there.
     ``stage``, ``size`` and ``tree`` (their digest, once known) say which bytes a PUT lands: exactly those, also when a
-    later generation exists. ``ready``: they lie on the PFS under a hidden name, synced, with their record. ``held`` marks a withdrawal that waits until
-    the next commit file is ready. ``parked`` says how the PFS has refused it repeatedly. ``copies``: who had the bytes
-    of a PUT when its file was removed, where they are to land all the same.
+    later generation exists. ``ready``: they lie on the PFS under a hidden name, synced, with their record. ``held`` marks a
+    withdrawal that waits until the next commit file is ready. ``parked`` says how the PFS has refused it repeatedly.
+    ``copies``: who had the bytes of a PUT when its file was removed, where they are to land all the same.
     """
 
     kind: str

@@ -317,7 +317,10 @@ class Drainer:
 
     async def _put(self, key: bytes, op: Op, state: _State) -> None:
         if self._unneeded(key, op):
-            await self._give_up(key, op)
+            if self._is_withheld(op):
+                await self._withhold(key, op, state)
+            else:
+                await self._give_up(key, op)
             return
         if self.files.busy(op.fid):
             return  # its last close brings it back: see ``released``
@@ -344,8 +347,27 @@ class Drainer:
                     state.ready = False
                     await self._note_ready(key, ready=False)
                     raise OSError(errno.EIO, "the prepared file is gone")
-            elif current is not None or there is None:
+            elif there is None or (current is not None and not self._is_withheld(current)):
                 await self._give_up(key, op)
+
+    def _is_withheld(self, op: Op) -> bool:
+        """Whether a commit file that must not be seen is what the mount has: its bytes are to be safe all the same."""
+        inode = self.node.catalogue.view.inode(op.fid)
+        current = inode is not None and inode.gen == op.gen and op.size > 0
+        return current and self.ready.has_source(op) and not self.files.busy(op.fid)
+
+    async def _withhold(self, key: bytes, op: Op, state: _State) -> None:
+        """It lands under a hidden name, from where it comes back once it is whole (``claims``)."""
+        if not state.ready:
+            async with self._copy_slots.slot(self.waits.order.seq(key)):
+                if await self.owners.own(key, begin=False) != op:
+                    return
+                await self.ready.prepare(op, self.node.catalogue.view.inode(op.fid))
+            state.ready = True
+        async with self._meta_slots:
+            current = await self.owners.own(key, begin=False)
+            if current is not None and current.cancelled and self._is_withheld(current):
+                state.ready = await self.ready.land(key, current, f"{op.fid:x}.{op.gen:x}")
 
     def _is_gone(self, op: Op) -> bool:
         """Whether no node has the bytes of a file that was removed or written anew: they do not come back."""

@@ -33,6 +33,7 @@ log = logging.getLogger(__name__)
 RETRY_FIRST_S, RETRY_MAX_S = 0.25, 15.0
 STALL_S = 20.0  # without progress, a call on the PFS counts as hung
 _GEN_MAX = 1 << 62
+WITHHELD = "kept off the PFS, because a file that it names has changed or is lost"
 
 
 class _Record(msgspec.Struct):
@@ -181,11 +182,15 @@ class DrainFiles:
         return node.local_path(content.stage, content.size) if content.size else "/dev/null", content.size
 
     # ---- landed
-    async def land(self, key: bytes, op: Op) -> bool:
-        """Put a ready file under its name, and claim it. False: it is not ready any more, prepare it again."""
+    async def land(self, key: bytes, op: Op, held: str = "") -> bool:
+        """Put a ready file under its name, and claim it. False: it is not ready any more, prepare it again.
+
+        ``held``: it must not be seen there, and goes to this name below ``.cachexfs/held``.
+        """
         used = self.node.pfs_attrs(self.node.catalogue.view.inode(op.fid))
         try:
-            found = await self._pfs.land(op.hidden, op.path, used, STALL_S)
+            path = b".cachexfs/held/" + held.encode() if held else op.path
+            found = await self._pfs.land(op.hidden, path, used, STALL_S)
         except FileNotFoundError as error:
             if error.errno != errno.ENODATA:
                 raise
@@ -194,7 +199,7 @@ class DrainFiles:
                 self._fsynced.pop(op.hidden, None)
                 return False
             found = before
-        await self._landed(key, op, used, found)
+        await self._landed(key, op, used, found, held)
         return True
 
     async def _landed_before(self, op: Op, used: PfsAttrs) -> PfsStat | None:
@@ -210,7 +215,7 @@ class DrainFiles:
         await self._pfs.run("attr", op.path, b"", used, STALL_S)  # it may not have come to sync file and directory
         return found
 
-    async def _landed(self, key: bytes, op: Op, used: PfsAttrs, found: PfsStat) -> None:
+    async def _landed(self, key: bytes, op: Op, used: PfsAttrs, found: PfsStat, held: str) -> None:
         """A file is under its name: what is left of earlier states goes, then the claim is made."""
         self._settle(op.fid, op.hidden)
         inode = self.node.catalogue.view.inode(op.fid)
@@ -218,7 +223,7 @@ class DrainFiles:
             await self._pfs.run("unlink", b".cachexfs/held/" + inode.pfs.hidden.encode(), b"", None, STALL_S)
         await self.discard(op.fid, *self._stale(op.fid, op.gen))
         now_s = self.node.clock.now_s()
-        copy = PfsCopy(op.gen, now_s, found.ino, found.size, found.mtime_ns)
+        copy = PfsCopy(op.gen, now_s, found.ino, found.size, found.mtime_ns, held)
 
         def land(tx: Tx) -> None:
             if finish_op(tx, ctx, key) is None:
@@ -227,6 +232,9 @@ class DrainFiles:
             if now is None:
                 return
             current = now.gen == op.gen
+            if held:
+                tx.put(rec.inode_key(op.fid), msgspec.structs.replace(now, pfs=copy, t_pfs_s=0.0, error=WITHHELD))
+                return
             now = msgspec.structs.replace(
                 now, pfs=copy, t_pfs_s=now_s if current else now.t_pfs_s, error="" if current else now.error
             )

@@ -187,7 +187,8 @@ class Pfs(Protocol):
         ...
 
     async def land(self, hidden: str, path: bytes, attrs: PfsAttrs, deadline_s: float) -> PfsStat:
-        """Rename a prepared file into place, set attributes, fsync the directory; returns the stat of the result."""
+        """Rename a prepared file into place, or to ``.cachexfs/held/<name>``, set attributes, fsync the directory;
+        returns the stat of the result."""
         ...
 
     async def run(self, kind: str, path: bytes, path2: bytes, attrs: PfsAttrs | None, deadline_s: float) -> None:

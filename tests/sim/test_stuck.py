@@ -270,3 +270,6 @@ async def test_damaged_bytes_that_a_commit_file_claims_and_that_were_overwritten
     await scene.drained()
     assert scene.on_pfs(b"s/m") == b"new"
     assert scene.on_pfs(b"s/.metadata") is None
+    shown = await scene.life.parts.attributes.of(await scene.ino(b"s/.metadata"))
+    assert (shown["stage"], "a file that it names has changed" in shown["error"]) == ("returned", True)
+    assert [ino.kept_data for ino in scene.store.held.kept.values()] == [commit_file(1, {b"m": b"old bytes"})]
