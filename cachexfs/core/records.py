@@ -153,8 +153,8 @@ class Op(Record, frozen=True, tag="p"):
     late finds no source. ``commit`` marks a commit operation, ``below`` the directory whose earlier changes it waits
     for ("" is the root) and ``target`` a second one for pointers. ``cancelled``: it must not be seen there.
     ``stage``, ``size`` and ``tree`` (their digest, once known) say which bytes a PUT lands: exactly those, also when a
-    later generation exists. ``ready``: they lie on the PFS under a hidden name, synced, with their record. ``held`` marks a
-    withdrawal that waits until the next commit file is ready. ``parked`` says how the PFS has refused it repeatedly.
+    later generation exists. ``ready``: they lie on the PFS under a hidden name, synced, with their record. ``held``
+    marks a withdrawal until the next commit file is ready. ``parked`` says how the PFS refused it repeatedly.
     ``copies``: who had the bytes of a PUT when its file was removed, where they are to land all the same.
     """
 

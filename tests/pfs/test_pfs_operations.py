@@ -41,6 +41,17 @@ async def test_a_landed_file_has_bytes_mode_and_times_and_leaves_nothing_behind(
         assert stat.S_IMODE((pfs_dir / ".cachexfs").stat().st_mode) == 0o700
 
 
+async def test_a_file_that_must_not_be_seen_lands_where_it_can_be_brought_back_from(
+    pfs_dir: Path, source: Path
+) -> None:
+    async with running(PfsPool(str(pfs_dir))) as pool:
+        await put(pool, source, b".cachexfs/held/1.2")
+        assert [path.name for path in pfs_dir.iterdir()] == [".cachexfs"]
+        await pool.run("hide", b"f", b"1.2", None, LONG_S)  # nothing is there: it is held already
+        await pool.run("unhide", b"f", b"1.2", None, LONG_S)
+        assert (pfs_dir / "f").read_bytes() == source.read_bytes()
+
+
 @pytest.mark.parametrize("size", [0, 1, pfs_copy.CHUNK_BYTES, pfs_copy.CHUNK_BYTES + 1])
 async def test_only_the_first_bytes_of_a_longer_staged_file_are_copied(
     pfs_dir: Path, tmp_path: Path, size: int
