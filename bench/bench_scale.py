@@ -4,8 +4,8 @@
 
 Writes files of 4 KiB into directories of a thousand each, waits until all are on the PFS, then measures: resident
 memory of the daemon in MiB (staging is not mapped, so it does not count) before, while files are pending, and when
-all have landed; `ls -lR`; `status` and `latest`; kill -9 of the daemon and a mount that adopts all of it. The PFS is a
-directory on tmpfs unless ``--pfs`` names one: what is measured is the daemon, not a disk.
+all have landed; `ls -lR`; `status` and `latest`; the pause of a killed daemon; kill -9 of all and a mount that adopts
+all of it. The PFS is a directory on tmpfs unless ``--pfs`` names one: what is measured is the daemon, not a disk.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import os
 import shutil
+import signal
 import sys
 import tempfile
 import threading
@@ -23,11 +24,13 @@ from compare import Report
 
 from cachexfs.demo import control
 from cachexfs.demo.cluster import LocalCluster
+from cachexfs.supervisor.status import ask
 
 FILE_BYTES = 4096
 DIRECTORY_FILES = 1000
 WRITERS = 4
 MEMORY_MIB_MAX = 300
+PAUSE_S_MAX = 10.0
 
 
 def resident_mib(pid: int, field: str = "VmRSS") -> float:
@@ -99,6 +102,19 @@ class Measured:
         self.cluster.run(0, *arguments)
         self.report.absolute(what, "s", time.perf_counter() - began)
 
+    def pause(self, what: str, *, is_ahead: bool) -> None:
+        """How long an application's next call takes when the daemon is killed; with all files known to it."""
+        socket = str(next(self.cluster.nodes[0].runtime.glob("*.supervisor")))
+        while not (state := ask(socket, "status"))["standby_is_warm"]:
+            time.sleep(0.1)
+        if not is_ahead:
+            os.kill(int(str(state["standby_pid"])), signal.SIGKILL)
+        os.kill(int(str(state["daemon_pid"])), signal.SIGKILL)
+        began = time.perf_counter()
+        (self.mount / "after").write_bytes(b"x")
+        self.report.absolute(what, "s", time.perf_counter() - began, PAUSE_S_MAX, at_most=True)
+        (self.mount / "after").unlink()
+
     def run(self) -> None:
         """All rows, in the order of a life."""
         cluster, mount = self.cluster, self.mount
@@ -118,6 +134,8 @@ class Measured:
         for _ in range(100):
             os.statvfs(mount)
         self.report.absolute("statfs", "ms", (time.perf_counter() - began) * 10)
+        self.pause("pause of a kill -9, the next daemon waits", is_ahead=True)
+        self.pause("pause of a kill -9, it does not", is_ahead=False)
         cluster.kill(0)
         cluster.detach(0)
         self.command("mount after kill -9", *cluster.mount_arguments(0))
@@ -140,7 +158,7 @@ def main() -> int:
     scratch = Path(tempfile.mkdtemp(prefix="cachex-scale-", dir="/dev/shm"))
     try:
         memory = str(4 * arguments.files * FILE_BYTES + (1 << 30))
-        options = {"fsync": "returned", "memory": memory, "supervisor": "off"}
+        options = {"fsync": "returned", "memory": memory}
         with LocalCluster(scratch / "c", 1, arguments.pfs, options) as cluster:
             cluster.mount()
             Measured(report, cluster, arguments.files).run()

@@ -43,6 +43,8 @@ VARIANTS = (
     ("ride", "passthrough", 2, "1G"), ("claims", "passthrough", 3, "1G"), ("ride", "passthrough", 1, "300M"),
     ("claims", "handler", 1, "64M"), ("claims", "alone", 2, "64M"),
 )  # fmt: skip
+#: How a daemon ends, and how often: killed from outside, of a fault of its own, or standing still until it is killed.
+DEATHS = {signal.SIGKILL: 85, signal.SIGSEGV: 5, signal.SIGABRT: 5, signal.SIGSTOP: 5}
 END_S_MAX = 240.0  # more is a hang
 LOG_LINES_SHOWN = 400
 SNAPSHOT_RANKS = {"writing": 0, "returned": 1, "partner": 2, "pfs": 3}
@@ -73,7 +75,7 @@ class Plan:
     seconds: float = 30.0
     seed: int = 1
     more: dict[str, str | None] = field(default_factory=dict)
-    brutal: bool = False  # kill every daemon process, those that start as well
+    brutal: bool = False  # every daemon process, each time: those that start or wait as well
 
     def options(self) -> dict[str, str | None]:
         return MODES[self.mode] | {"memory": self.memory, "full_timeout": "120"} | self.more
@@ -178,13 +180,17 @@ class Chaos:
                 self.cluster.run(index, "restart", str(self.cluster.nodes[index].mountpoint))
                 self.counts.restarts += 1
                 continue
-            for pid in self._daemons(index):
+            how = chance.choices(list(DEATHS), list(DEATHS.values()))[0]
+            if self.plan.mode == "alone":  # nobody follows one that is stopped
+                how = signal.SIGKILL
+            for pid in self._daemons(index, also_waiting=chance.random() < 0.1):
                 with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+                    os.kill(pid, how)
                     self.counts.kills += 1
 
-    def _daemons(self, index: int) -> list[int]:
-        if self.plan.brutal:
+    def _daemons(self, index: int, *, also_waiting: bool) -> list[int]:
+        """The daemon that serves; with those that start or wait for their turn, if wanted."""
+        if self.plan.brutal or also_waiting:
             return [pid for pid in self.cluster.processes(index) if _is_daemon(pid)]
         entry = control.registered(self.cluster.nodes[index].runtime)
         return [entry.pid] if entry is not None and os.path.exists(f"/proc/{entry.pid}") else []
