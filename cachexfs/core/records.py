@@ -216,11 +216,13 @@ class Applied(Record, frozen=True, tag="a"):
     """Requests that a mount has applied and whose answer may not have reached the kernel: (number, result).
 
     ``mount`` is the mount's random name: numbers mean nothing to another. A result is the id of the file that the
-    request made or linked, 0 where it made none.
+    request made or linked, 0 where it made none. ``gone``: the files that the last of them took the last name from and
+    that applications had open, with what their handles show.
     """
 
     mount: str
     results: tuple[tuple[int, int], ...] = ()
+    gone: tuple[tuple[int, Inode], ...] = ()
 
 
 AnyRecord = Dirent | Inode | Generation | DirTimes | Op | Node | Life | Job | Applied

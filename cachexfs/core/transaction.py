@@ -74,6 +74,10 @@ class Tx:
         self.write.guards[Guard.MODIFIED, key] = entry.modified if entry else 0
         return entry.record if entry else None
 
+    def removed(self, prefix: bytes) -> list[bytes]:
+        """The keys below ``prefix`` that this transaction removes."""
+        return [key for key, record in self.write.puts.items() if record is None and key.startswith(prefix)]
+
     def peek(self, key: bytes) -> AnyRecord | None:
         """The record of a key, without a guard: its value may change before the transaction holds."""
         if key in self.write.puts:

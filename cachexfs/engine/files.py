@@ -161,7 +161,7 @@ class Files:
     def without_name(self, ino: int) -> Vnode:
         """An empty vnode for a file of which nothing is left but what applications hold."""
         vnode = Vnode(ino // FID_STEP * FID_STEP, ino, Generation(0, 0, b"", b"", "", ""), removed=True)
-        self._by_ino[ino] = vnode
+        self._by_ino[ino] = self._current[vnode.fid] = vnode
         return vnode
 
     def reopen(self, ino: int, flags: int, *, passed: bool) -> Handle:
@@ -248,6 +248,11 @@ class Files:
             stage = vnode.stage
             vnode.close_stage()
             self.node.staging.remove(stage)
+
+    def is_held(self, fid: int) -> bool:
+        """Whether applications have the file open."""
+        vnode = self._current.get(fid)
+        return vnode is not None and vnode.handles > 0
 
     def busy(self, fid: int) -> bool:
         """Whether a writer may still change the staged bytes of the file's newest generation."""

@@ -59,6 +59,7 @@ def assemble(node: Node, formats: FormatReader | None = None) -> Parts:
     drainer.on_landed = keeper.landed
     files.publishing.on_released = drainer.released
     files.on_orphan_closed = keeper.check
+    node.requests.is_held = files.is_held
     for part in (keeper, replicator, drainer, claims, losses, takeover):
         node.catalogue.listen(part.notice)
     return Parts(

@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
-from cachexfs.core.records import AnyRecord, Applied, applied_key
+from cachexfs.core.records import AnyRecord, Applied, Inode, applied_key
 from cachexfs.core.replica import Replica
 from cachexfs.core.transaction import Tx
 
@@ -34,6 +34,8 @@ class Requests:
         self._mount = ""
         self._open: set[int] = set()
         self._repeated: frozenset[int] = frozenset()
+        #: Whether applications have a file open here.
+        self.is_held: Callable[[int], bool] = lambda fid: False
 
     def resume(self, mount: str, unanswered: Iterable[int]) -> None:
         """This mount is the one called ``mount``; these requests of it were given to an earlier daemon."""
@@ -73,10 +75,21 @@ class Requests:
                 return done[request]
             result = change(tx)
             kept = [(other, made) for other, made in done.items() if other in self._open]
-            tx.put(self._key, Applied(self._mount, (*kept, (request, result))))
+            gone = ((int(key[2:], 16), tx.view.inode(int(key[2:], 16))) for key in tx.removed(b"i/"))
+            held = tuple((fid, inode) for fid, inode in gone if inode is not None and self.is_held(fid))
+            tx.put(self._key, Applied(self._mount, (*kept, (request, result)), held))
             return result
 
         return work
+
+    def gone(self, view: Replica) -> tuple[tuple[int, Inode], ...]:
+        """Files that the last applied request took the last name from while they were open, as they were then.
+
+        Its daemon may have died before it could note that where the next one finds it.
+        """
+        entry = view.entry(self._key)
+        record = entry.record if entry is not None else None
+        return record.gone if isinstance(record, Applied) and record.mount == self._mount else ()
 
     def _results(self, record: AnyRecord | None) -> dict[int, int]:
         return dict(record.results) if isinstance(record, Applied) and record.mount == self._mount else {}

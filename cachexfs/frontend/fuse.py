@@ -107,6 +107,8 @@ class Operations(pyfuse3.Operations):  # type: ignore[misc]
                 self._listings[old.fh] = (self._fid(old.node), None)
             else:
                 self._handles[old.fh] = self.files.reopen(old.node, old.flags, passed=old.passthrough)
+        for fid, inode in self.filesystem.node.requests.gone(self.filesystem.node.catalogue.view):
+            self.files.orphaned(fid, inode)
 
     async def end(self) -> None:
         """The mount has ended: handles are closed, whose RELEASE the kernel may have dropped."""

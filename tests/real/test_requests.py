@@ -6,6 +6,8 @@ mount up, another node undoes or redoes what the request did: a second applicati
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import os
 import stat
 import threading
@@ -13,11 +15,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from real_support import until
+from real_support import raises_errno, until
 
 from cachexfs.demo.cluster import LocalCluster
 
 HERE = Path(__file__).parent
+AT_FDCWD, RENAME_NOREPLACE, RENAME_EXCHANGE = -100, 1, 2
 
 
 class Dying:
@@ -26,11 +29,11 @@ class Dying:
     def __init__(self, orders: Path) -> None:
         self.orders = orders
 
-    def during(self, work: Callable[[], object], meanwhile: Callable[[], object]) -> object:
+    def during(self, work: Callable[[], object], meanwhile: Callable[[], object], order: str = "die") -> object:
         """Run ``work`` so that its daemon dies once it is applied; ``meanwhile`` runs before the next daemon serves."""
         (self.orders / "died").unlink(missing_ok=True)
         (self.orders / "hold").touch()
-        (self.orders / "die").touch()
+        (self.orders / order).touch()
         result: list[object] = []
 
         def run() -> None:
@@ -46,7 +49,7 @@ class Dying:
             assert result == [], "answered before it died"
             meanwhile()
         finally:
-            (self.orders / "die").unlink(missing_ok=True)
+            (self.orders / order).unlink(missing_ok=True)
             (self.orders / "hold").unlink()
             thread.join()
         assert not isinstance(result[0], OSError), result[0]
@@ -109,10 +112,68 @@ def test_alone_every_change_is_applied_once(alone: LocalCluster, dying: Dying) -
     once(lambda: os.setxattr(at / "new", "user.a", b"2", os.XATTR_REPLACE))
     assert os.getxattr(at / "new", "user.a") == b"2"
     once(lambda: os.removexattr(at / "new", "user.a"))
-    assert sorted(os.listdir(at)) == ["fifo", "new", "node", "pointer"]
+    once(lambda: renameat2(at / "node", at / "moved", RENAME_NOREPLACE))
+    with raises_errno(errno.EEXIST):
+        renameat2(at / "moved", at / "new", RENAME_NOREPLACE)
+    with raises_errno(errno.EINVAL):  # refused by name, not half done
+        renameat2(at / "moved", at / "new", RENAME_EXCHANGE)
+    assert sorted(os.listdir(at)) == ["fifo", "moved", "new", "pointer"]
     assert stat.S_IMODE((at / "new").stat().st_mode) == 0o604
     with pytest.raises(FileExistsError):
         (at / "fifo").mkdir()
+
+
+def renameat2(old: Path, new: Path, flags: int) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.renameat2(AT_FDCWD, os.fsencode(old), AT_FDCWD, os.fsencode(new), flags) != 0:
+        raise OSError(ctypes.get_errno(), f"rename {old} to {new}")
+
+
+def test_alone_no_write_or_close_is_lost_or_doubled(alone: LocalCluster, dying: Dying) -> None:
+    """The daemon dies when its handler has done its work, before the answer."""
+    at = alone.nodes[0].mountpoint / "often"
+    at.mkdir()
+
+    def after(handler: str, work: Callable[[], object]) -> object:
+        return dying.during(work, lambda: None, f"die-{handler}")
+
+    put(at / "f", b"0123")
+    fd = after("open", lambda: os.open(at / "f", os.O_APPEND | os.O_RDWR))
+    assert isinstance(fd, int)
+    after("write", lambda: os.write(fd, b"4567"))  # a file that exists is written by the handler
+    os.write(fd, b"89")
+    assert os.pread(fd, 100, 0) == b"0123456789"
+    after("fsync", lambda: os.fsync(fd))
+    os.write(fd, b"ab")
+    after("flush", lambda: os.close(os.dup(fd)))
+    assert (at / "f").read_bytes() == b"0123456789ab"
+    os.write(fd, b"cd")
+    (dying.orders / "died").unlink()
+    (dying.orders / "die-release").touch()
+    os.close(fd)
+    until("the daemon has died", lambda: (dying.orders / "died").exists())
+    assert (at / "f").read_bytes() == b"0123456789abcd"
+    os.close(after("open", lambda: os.open(at / "f", os.O_TRUNC | os.O_WRONLY)))
+    assert (at / "f").stat().st_size == 0
+    assert after("opendir", lambda: os.listdir(at)) == ["f"]
+    with raises_errno(errno.EOPNOTSUPP):
+        os.open(at, os.O_TMPFILE | os.O_RDWR)
+
+
+@pytest.mark.parametrize("data", [b"", b"old bytes"])
+def test_alone_an_open_file_that_loses_its_name_keeps_its_mode(alone: LocalCluster, dying: Dying, data: bytes) -> None:
+    at = alone.nodes[0].mountpoint / f"open {len(data)}"
+    at.mkdir()
+    put(at / "f", data)
+    put(at / "g", b"g")
+    (at / "f").chmod(0o751)
+    fd = os.open(at / "f", os.O_RDWR)
+    dying.during(lambda: os.rename(at / "g", at / "f"), lambda: None, "die-orphaned")
+    found = os.fstat(fd)
+    assert (stat.S_IMODE(found.st_mode), found.st_size, found.st_nlink) == (0o751, len(data), 0)
+    assert os.pread(fd, 100, 0) == data
+    os.close(fd)
+    assert (at / "f").read_bytes() == b"g"
 
 
 def put(path: Path, data: bytes) -> None:

@@ -1,7 +1,9 @@
 """Put before a daemon's Python path: it dies right after it has applied a request, before the answer.
 
-The directory in ``DYING`` holds orders. ``die`` (removed when obeyed): kill -9 once the next changing request is in the
-catalogue. ``hold``: the next daemon does not take its mount up while this is there.
+The directory in ``DYING`` holds orders, each removed when it is obeyed by kill -9: ``die`` once the next changing
+request is in the catalogue; ``die-NAME`` once the handler of that name has done its work; ``die-orphaned`` when a file
+has lost its last name, before anything is made of that. ``hold``: the next daemon does not take its mount up while this
+is there.
 """
 
 import os
@@ -12,6 +14,7 @@ if "cachexfs.daemon" in sys.orig_argv and "DYING" in os.environ:
     import time
     from pathlib import Path
 
+    from cachexfs.engine.files import Files
     from cachexfs.engine.filesystem import Filesystem
     from cachexfs.engine.publishing import Publishing
     from cachexfs.frontend.fuse import Operations
@@ -19,9 +22,9 @@ if "cachexfs.daemon" in sys.orig_argv and "DYING" in os.environ:
     ORDERS = Path(os.environ["DYING"])
     _mutate, _publish, _resume = Filesystem._mutate, Publishing.publish, Operations.resume
 
-    def _obey() -> None:
+    def _obey(order="die") -> None:
         try:
-            (ORDERS / "die").rename(ORDERS / "died")
+            (ORDERS / order).rename(ORDERS / "died")
         except FileNotFoundError:
             return
         os.kill(os.getpid(), signal.SIGKILL)
@@ -42,4 +45,21 @@ if "cachexfs.daemon" in sys.orig_argv and "DYING" in os.environ:
             time.sleep(0.005)
         _resume(self, supervisor)
 
+    def dying(name, handler):
+        async def handle(self, *arguments):
+            result = await handler(self, *arguments)
+            _obey(f"die-{name}")
+            return result
+
+        return handle
+
+    _orphaned = Files.orphaned
+
+    def orphaned(self, fid, inode):
+        _obey("die-orphaned")
+        _orphaned(self, fid, inode)
+
+    Files.orphaned = orphaned
+    for name in ("open", "write", "fsync", "flush", "release", "opendir", "lookup"):
+        setattr(Operations, name, dying(name, getattr(Operations, name)))
     Filesystem._mutate, Publishing.publish, Operations.resume = mutate, publish, resume
