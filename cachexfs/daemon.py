@@ -75,8 +75,10 @@ class Daemon:
         self.options = options
         self._answer = answer
         self.clock = ReferenceClock()
-        self.staging = Staging(tmpfs.prepare(options), options.memory, options.spill_directory)
         self.supervisor = Supervisor.from_environ()
+        self._goes_on = self.supervisor is not None and self.supervisor.state.has_served
+        directory = tmpfs.staging_directory(options) if self._goes_on else tmpfs.prepare(options)
+        self.staging = Staging(directory, options.memory, options.spill_directory)
         self.etcd: EtcdServer | None = None
         self._needed_by: list[str] = []  # nodes that were still there when this one left
         self._has_answered = False
@@ -87,6 +89,8 @@ class Daemon:
     # ---- start
     async def run(self) -> int:
         """Mount, serve, unmount; returns the exit code."""
+        if self._goes_on:
+            self._check_staging()
         self.staging.open()
         fresh = not self.staging.stages() and not (self.staging.directory / tmpfs.PFS_TOKEN).exists()
         try:
@@ -95,6 +99,16 @@ class Daemon:
             if fresh and not self._has_answered:
                 self._undo_start()
             raise
+
+    def _check_staging(self) -> None:
+        """Applications have files of this mount open: to begin anew would look as if all had been deleted."""
+        assert self.supervisor is not None
+        token = self.staging.directory / tmpfs.MOUNT_TOKEN
+        if not token.exists() or token.read_text() != self.supervisor.mount_id:
+            raise CannotTellError(
+                f"the staging directory {self.staging.directory} is not what this mount has used: it was unmounted, "
+                f"emptied or replaced; bring it back, then 'cachexfs restart {self.options.mountpoint}'"
+            )
 
     def _answers(self) -> None:
         self._has_answered = True
@@ -120,6 +134,11 @@ class Daemon:
             await self._start_pfs(services, node)
             store = await self._start_replicas(node)
             self._is_new = catalogue.view.inode(ROOT_FID) is None
+            if self._is_new and self._goes_on:
+                raise CannotTellError(
+                    "the catalogue that this mount has used is gone; bring it back, then 'cachexfs restart "
+                    f"{self.options.mountpoint}', or umount, and 'cachexfs mount' keeps what is staged without its name"
+                )
             await self._register(node, catalogue)
             parts = self._build(node, catalogue)
             if store is not None:
@@ -130,6 +149,8 @@ class Daemon:
             load(parts)
             for task in self._tasks(node, parts):
                 services.start_soon(task)
+            if self.supervisor is not None and not self._goes_on:
+                (self.staging.directory / tmpfs.MOUNT_TOKEN).write_text(self.supervisor.mount_id)
             await self.serving.serve(services, parts, self._control(parts))
             await self._depart(catalogue)
             services.cancel_scope.cancel()

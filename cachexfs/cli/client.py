@@ -30,6 +30,7 @@ from cachexfs.errors import (
     UsageError,
 )
 from cachexfs.registration import Entry
+from cachexfs.supervisor import status as supervisor
 
 ANSWER_TIMEOUT_S = 10.0
 RESTART_TIMEOUT_S = 10.0  # for a supervisor to start the next daemon
@@ -223,10 +224,34 @@ def dead(mountpoint: str, entry: Entry | None) -> DeadDaemonError:
             "or of another CACHEXFS_RUNTIME_DIR? If it is dead, 'cachexfs mount' with the same options starts it again"
         )
     log = f" (its log is {entry.log})" if entry.log else ""
+    if why := _given_up(entry):
+        return DeadDaemonError(
+            f"no daemon can serve {mountpoint}{log}, every request gets EIO: {why}; remove the cause, then 'cachexfs "
+            f"restart {mountpoint}'"
+        )
     return DeadDaemonError(
         f"the daemon of {mountpoint} is dead{log}: 'cachexfs mount' with the same options starts it again, "
         "with all that is staged"
     )
+
+
+def _given_up(entry: Entry) -> str:
+    """Why the supervisor of a mount has given up starting daemons; the empty string when it has not."""
+    try:
+        said = supervisor.ask(supervisor_socket(entry), "status", timeout_s=1.0)
+    except (OSError, ValueError):
+        return ""
+    return reason_of(entry, said) if said.get("phase") == "failed" else ""
+
+
+def reason_of(entry: Entry, said: Mapping[str, object]) -> str:
+    """Why the last daemon failed, ``said`` by the supervisor, in the daemon's own words where it had some."""
+    try:
+        answer = msgspec.json.decode(mounts.read_small(entry.socket.removesuffix(".sock") + ".answer"))
+        words = "" if answer["ok"] else str(answer["error"])
+    except (OSError, ValueError, KeyError, TypeError):
+        words = ""
+    return f"{said.get('last_failure')}{': ' if words else ''}{words}"
 
 
 def locate(path: str) -> tuple[Entry, str]:

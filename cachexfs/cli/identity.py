@@ -20,6 +20,7 @@ from cachexfs.supervisor.privileges import PrivilegeError, find_user
 #: What a daemon of another user gets of root's environment.
 _ENVIRONMENT = ("PATH", "PYTHONPATH", "LANG", "TZ", "TMPDIR")
 _ENVIRONMENT_PREFIXES = ("LC_", "CACHEXFS_", "SLURM")
+_ENVIRONMENT_NEVER = ("SLURM_JWT",)  # root's own right to command Slurm
 
 
 def resolve_user(name: str) -> tuple[int, int] | None:
@@ -100,6 +101,8 @@ def default_runtime_dir_for(user: tuple[int, int]) -> str:
 def environment_for(user: tuple[int, int]) -> dict[str, str]:
     """The environment of a daemon of that user."""
     kept = {k: v for k, v in os.environ.items() if k in _ENVIRONMENT or k.startswith(_ENVIRONMENT_PREFIXES)}
+    for name in _ENVIRONMENT_NEVER:
+        kept.pop(name, None)
     try:
         entry = pwd.getpwuid(user[0])
     except KeyError:

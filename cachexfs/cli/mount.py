@@ -5,9 +5,11 @@ Role: the only command that starts a daemon. Anything wrong is one line before t
 
 from __future__ import annotations
 
+import errno
 import os
 import select
 import signal
+import stat
 import subprocess
 import sys
 import time
@@ -137,7 +139,7 @@ def _start(options: MountOptions, foreground: bool, timeout_s: float, as_json: b
     if options.log_file is not None:
         try:
             with acting_as(user):
-                log_fd = os.open(options.log_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+                log_fd = _open_own(options.log_file, os.O_APPEND)
         except OSError as error:
             raise UsageError(f"cannot write the log '{options.log_file}': {error.strerror}") from None
     answer_path = None
@@ -208,10 +210,15 @@ def _supervised(options: MountOptions, text: bytes, staging: str, ready_fd: int)
     answer = base + ".answer"
     with suppress(FileNotFoundError):
         os.unlink(answer)
-    with open(os.open(base + ".options", os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600), "wb") as file:
-        file.write(text)
+    try:
+        with open(_open_own(base + ".options", os.O_TRUNC), "wb") as file:
+            file.write(text)
+    except OSError as error:
+        raise UsageError(f"cannot write '{base}.options': {error.strerror}") from None
+    # Root runs it in the user's HOME: without -s its Python would run what lies in the user's ~/.local.
     command = [
-        sys.executable, "-P", "-m", "cachexfs.supervisor", "--mountpoint", options.mountpoint,
+        sys.executable, "-P", *(["-s"] if options.uid is not None else []), "-m", "cachexfs.supervisor",
+        "--mountpoint", options.mountpoint,
         "--fsname", options.pfs.replace(",", "_"), "--passthrough", options.passthrough, "--backing-dir", staging,
         "--request-timeout", str(max(REQUEST_TIMEOUT_S_MIN, options.full_timeout_s, options.fsync_timeout_s) * 2),
         "--status-socket", base + ".supervisor", "--ready-fd", str(ready_fd), "--standby",
@@ -221,6 +228,17 @@ def _supervised(options: MountOptions, text: bytes, staging: str, ready_fd: int)
         "--module", "daemon", "--", "--options", base + ".options", "--answer", answer,
     ]  # fmt: skip
     return command, answer
+
+
+def _open_own(path: str, flags: int) -> int:
+    """A file for writing, made when it is missing. ``OSError``, also for a pipe: root would wait for its reader."""
+    flags |= os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
+    fd = os.open(path, flags, 0o600)
+    if stat.S_ISFIFO(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise OSError(errno.EINVAL, "it is a pipe")
+    os.set_blocking(fd, True)
+    return fd
 
 
 def _await_ready(

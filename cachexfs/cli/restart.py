@@ -77,7 +77,7 @@ def _swap(mountpoint: str, interpreter: str, timeout_s: float, as_json: bool) ->
         if now["swaps_refused"] != before["swaps_refused"]:
             raise CannotTellError(f"{now['last_failure']}; the old program serves {mountpoint}")
         if now["phase"] == "failed":
-            raise CannotTellError(f"no daemon can serve {mountpoint}: {now['last_failure']}")
+            raise CannotTellError(f"no daemon can serve {mountpoint}: {client.reason_of(found.entry, now)}")
         if now["phase"] == "serving" and now["life"] != before["life"]:
             break
         if time.monotonic() > deadline_s:

@@ -64,7 +64,8 @@ def _parser() -> argparse.ArgumentParser:
         ("grace", defaults.grace_s, "for open requests before a restart"),
         ("exit", defaults.exit_s, "for a daemon to exit when told"),
         ("unmount", defaults.unmount_s, "while the mount is busy, before it is detached"),
-        ("request", defaults.request_s, "without an answer before the daemon counts as hung"),
+        ("request", defaults.request_s, "without an answer to a request before the daemon counts as hung"),
+        ("pulse", defaults.pulse_s, "without a sign of the daemon's loop, while requests wait, before it does"),
     ):
         parser.add_argument(f"--{name}-timeout", type=float, default=value, metavar="S", help=text)
     parser.add_argument(
@@ -79,16 +80,6 @@ def _kib(text: str) -> int:
     if not 4 <= value <= wire.PAYLOAD_BYTES_MAX // 1024 or value % 4:
         raise argparse.ArgumentTypeError("a multiple of 4 between 4 and 1024")
     return value
-
-
-def _check_paths(*paths: str | None) -> None:
-    """Refuse to mount or unmount for another user where that user can change the way."""
-    for path in paths:
-        if path and (where := mount.changeable_by_others(path)):
-            raise mount.MountError(
-                f"{path}: others than root can change {where}, and could lead root's mount elsewhere; use a directory "
-                "of root's, or mount as that user"
-            )
 
 
 def _spare_from_oom() -> None:
@@ -113,6 +104,7 @@ def _limits(args: argparse.Namespace) -> Limits:
         exit_s=float(args.exit_timeout),
         unmount_s=float(args.unmount_timeout),
         request_s=float(args.request_timeout),
+        pulse_s=float(args.pulse_timeout),
     )
 
 
@@ -131,9 +123,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return EXIT_USAGE
     try:
         user = privileges.find_user(args.user) if args.user else None
-        mountpoint = mount.check_mountpoint(args.mountpoint)
-        if user is not None:
-            _check_paths(mountpoint, args.release)
+        place = mount.Place.find(args.mountpoint, only_roots=user is not None)
+        release = mount.Place.find(args.release, only_roots=user is not None) if args.release else None
         devices = _backing_devices(args.backing_dir)
         reason = passthrough.probe(args.passthrough)
         if not reason and not devices:
@@ -144,7 +135,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         uid, gid = user or (os.getuid(), os.getgid())
         # A signal between mounting and the loop must not leave a dead mount behind.
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
-        fd = mount.mount(mountpoint, args.fsname, is_shared=args.allow_other, uid=uid, gid=gid, how=args.mount_with)
+        fd = mount.mount(place, args.fsname, is_shared=args.allow_other, uid=uid, gid=gid, how=args.mount_with)
     except (mount.MountError, privileges.PrivilegeError, OSError) as error:
         log(str(error))
         return EXIT_CANNOT_TELL
@@ -154,7 +145,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         else:
             _spare_from_oom()
         plan = Plan(
-            mountpoint=mountpoint,
+            place=place,
             device_fd=fd,
             argv=argv,
             limits=_limits(args),
@@ -167,11 +158,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             spin_s=max(0.0, args.spin_us * 1e-6) if len(os.sched_getaffinity(0)) > 1 else 0.0,
         )
         code = Supervisor(plan, os.environ).run()
-        if args.release and code == EXIT_DONE:
-            mount.unmount(args.release, is_lazy=True)
+        if release is not None and code == EXIT_DONE:
+            mount.unmount(release, is_lazy=True)
         return code
     except BaseException:
-        mount.unmount(mountpoint, is_lazy=True)
+        mount.unmount(place, is_lazy=True)
         raise
 
 

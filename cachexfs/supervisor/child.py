@@ -12,6 +12,7 @@ import os
 import signal
 import socket
 import subprocess
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -23,6 +24,8 @@ _SO_SNDBUFFORCE = 32
 _SOCKET_BYTES = 8 << 20
 #: The kernel keeps this much of a send buffer for itself.
 _SOCKET_SLACK_BYTES = 512
+#: How long killed processes are waited for at the end, and how often they are looked at. Seconds.
+_LAST_S, _POLL_S = 1.0, 0.005
 
 
 def _enlarge(sock: socket.socket) -> int:
@@ -67,9 +70,35 @@ class Process:
                 pass
 
     def reap(self) -> int:
-        """Kill what is left of the group and collect the exit code; waits for a leader that was alive."""
+        """Kill what is left of the group and collect the exit code; call it when the leader has exited."""
         self.kill()
         return self._process.wait()
+
+
+class Killed:
+    """Processes that were killed and have not been reaped: one may hang in a system call, for which nobody waits."""
+
+    def __init__(self) -> None:
+        self._processes: list[Process] = []
+
+    def add(self, process: Process) -> None:
+        """Kill it now, reap it when it has ended."""
+        process.kill()
+        self._processes.append(process)
+        self.reap()
+
+    def reap(self) -> None:
+        """Collect those that have ended."""
+        for process in [process for process in self._processes if process.has_exited()]:
+            process.reap()
+            self._processes.remove(process)
+
+    def wait(self) -> None:
+        """Give them a moment, before we end ourselves."""
+        until = time.monotonic() + _LAST_S
+        while self._processes and time.monotonic() < until:
+            time.sleep(_POLL_S)
+            self.reap()
 
 
 @dataclass(frozen=True)
@@ -114,8 +143,8 @@ class Giver(Protocol):
     def process(self) -> subprocess.Popen[bytes]:
         """The process, for its new owner."""
 
-    def reap(self) -> int:
-        """End it and collect its exit code."""
+    def discard(self) -> None:
+        """End it."""
 
 
 class Child(Process):
@@ -143,7 +172,7 @@ class Child(Process):
                 super().__init__(standby.process())
             else:
                 if standby is not None:
-                    standby.reap()
+                    standby.discard()
                 variables = {name: str(fd) for name, fd in zip(messages.ENV_FDS, theirs, strict=True)}
                 variables[messages.ENV_PASSTHROUGH] = str(int(passthrough))
                 super().__init__(spawn(program, variables, theirs))
@@ -170,21 +199,7 @@ class Child(Process):
             return False
         return True
 
-    def reap(self) -> int:
-        """As for any process, and close the sockets."""
-        code = super().reap()
-        self._close()
-        return code
-
-    def abandon(self) -> int:
-        """Give up waiting for a killed process that hangs in a system call: it runs no code of its own any more.
-
-        Returns the code that it will have. ``reap`` collects it should it ever end.
-        """
-        self.kill()
-        self._close()
-        return -signal.SIGKILL
-
-    def _close(self) -> None:
+    def close(self) -> None:
+        """Our ends of its sockets."""
         for sock in (self.peer, self.control, self.events):
             sock.close()

@@ -8,8 +8,7 @@ Role: what a pyfuse3 daemon needs to run behind a supervisor::
     supervisor.ready()
     # a task: await trio.lowlevel.wait_readable(supervisor.events_fd); supervisor.next_event()
 
-Concurrency: one thread (trio's). ``register`` is a question and its answer over a socket, about 0.1 ms, and
-gives up after ``ANSWER_S_MAX``. Called by ``cachexfs.daemon`` and by the tests' daemon.
+Concurrency: one thread (trio's). Nothing waits for an answer. Called by ``cachexfs.daemon`` and by the tests' daemon.
 """
 
 from __future__ import annotations
@@ -24,8 +23,8 @@ from . import messages
 from .messages import Call, Event, Message, State
 from .replay import PID_MAX, Replays
 
-#: How long an answer of the supervisor may take, seconds. Without one the daemon goes on as if refused.
-ANSWER_S_MAX = 5.0
+#: How long the supervisor may leave the control socket full, seconds. Then the daemon goes on as if refused.
+FULL_S_MAX = 5.0
 
 
 class Supervisor:
@@ -45,12 +44,11 @@ class Supervisor:
         self._fuse_fd = fuse_fd
         self._control = control
         self._events = events
-        self._sequence = 0
         #: What an earlier daemon of this mount left behind.
         self.state = state
         #: The unanswered requests of earlier daemons.
         self.replays = Replays(state.replays)
-        #: Whether ``register`` can succeed on this machine.
+        #: Whether ``offer`` can succeed on this machine.
         self.passthrough = passthrough
         #: A random name of this mount, the same for all daemons of it.
         self.mount_id = mount_id
@@ -86,7 +84,7 @@ class Supervisor:
         with os.fdopen(state_fd, "rb") as reader:
             state = messages.unpack_state(reader.read())
         control = socket.socket(fileno=control_fd)
-        control.settimeout(ANSWER_S_MAX)
+        control.settimeout(FULL_S_MAX)
         events = socket.socket(fileno=events_fd)
         events.setblocking(False)
         return cls(
@@ -110,7 +108,10 @@ class Supervisor:
         return self._events.fileno()
 
     def next_event(self) -> Event | None:
-        """The next event, or None when there is none now. A supervisor that died counts as ``Event.END``."""
+        """The next event, or None when there is none now. A supervisor that died counts as ``Event.END``.
+
+        Call it from the task whose life says that the daemon lives: here the supervisor's pulse is answered.
+        """
         try:
             raw = self._events.recv(messages.MESSAGE_BYTES + 1)
         except BlockingIOError:
@@ -120,9 +121,14 @@ class Supervisor:
         if not raw:
             return Event.END
         try:
-            return Event(messages.unpack(raw).kind)
+            event = Event(messages.unpack(raw).kind)
         except ValueError:
             return None
+        if event is not Event.PULSE:
+            return event
+        with suppress(OSError):
+            self._say(Call.ALIVE)
+        return None
 
     def request_id(self, pid: int) -> int | None:
         """The id of a request, the same when it is repeated; None for a ``pid`` that is a process.
@@ -133,64 +139,37 @@ class Supervisor:
         return pid if pid > PID_MAX else None
 
     def ready(self) -> None:
-        """The state is adopted and the main loop is about to run. ``OSError`` when nobody answers."""
-        value = self._ask(Call.READY)
-        if value is None:
-            raise TimeoutError("the supervisor does not answer")
+        """The state is adopted and the main loop is about to run. ``OSError`` when nobody listens."""
+        self._say(Call.READY)
 
     def stopping(self, code: int = 0) -> None:
         """Finished on purpose: the supervisor unmounts, sends ``Event.END`` and ends with ``code``."""
-        self._ask(Call.STOPPING, value=code)
+        with suppress(OSError):  # it is dead, and so is the mount
+            self._say(Call.STOPPING, value=code)
 
     def draining(self) -> None:
         """After ``Event.END``: work is left, this process exits by itself when it is done."""
-        self._ask(Call.DRAINING)
-
-    def register(self, fh: int, fd: int) -> int | None:
-        """Let the kernel serve ``fh`` from the open file ``fd``; call before answering the open.
-
-        Returns the backing id, or None: unsupported or refused, and the handler serves. An id is a permission,
-        not a promise: READ and WRITE may still come (an open beside cached ones). ``fd`` stays the caller's.
-        """
-        if not self.passthrough:
-            return None
-        value = self._ask(Call.REGISTER, fh=fh, fd=fd)
-        return value if value is not None and value > 0 else None
+        with suppress(OSError):
+            self._say(Call.DRAINING)
 
     def offer(self, fh: int, fd: int) -> bool:
-        """As ``register`` without waiting for the answer: the quick way, for every open.
+        """Let the kernel serve ``fh`` from the open file ``fd`` (the caller's); call it before the open is answered.
 
-        The supervisor takes the offer before it passes the next reply on. Where it refuses, the open is served
-        by the handler with the flags that the reply has; ``status`` counts it. False when it cannot be sent.
+        The supervisor takes the offer before it passes the next reply on. Where it refuses, the open is served by the
+        handler with the flags that the reply has; ``status`` counts it. An offer is a permission, not a promise: READ
+        and WRITE may still come (an open beside cached ones). False when it cannot be sent.
         """
         if not self.passthrough:
             return False
-        question = Message(Call.OFFER, 0, 0, fh).pack()
-        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [fd]))]
         try:
-            self._control.sendmsg([question], rights)
+            self._say(Call.OFFER, fh=fh, fds=(fd,))
         except OSError:
             return False
         return True
 
-    def unregister(self, fh: int) -> None:
-        """Forget the backing of ``fh``, at the latest when its opens end. RELEASE does so by itself."""
-        if self.passthrough:
-            self._ask(Call.UNREGISTER, fh=fh)
-
-    def _ask(self, kind: Call, *, value: int = 0, fh: int = 0, fd: int = -1) -> int | None:
-        """The answer's value, or None when none came in time."""
-        self._sequence = self._sequence % 0x7FFFFFFF + 1
-        question = Message(kind, self._sequence, value, fh).pack()
-        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [fd]))] if fd >= 0 else []
-        try:
-            self._control.sendmsg([question], rights)
-            while True:
-                answer = messages.unpack(self._control.recv(messages.MESSAGE_BYTES + 1))
-                if answer.sequence == self._sequence and answer.is_reply:
-                    return answer.value
-        except (OSError, messages.MalformedError):
-            return None
+    def _say(self, kind: Call, *, value: int = 0, fh: int = 0, fds: tuple[int, ...] = ()) -> None:
+        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
+        self._control.sendmsg([Message(kind, value, fh).pack()], rights)
 
 
 def _wait_for_handover(fd: int) -> tuple[list[int], bool]:

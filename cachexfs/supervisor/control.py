@@ -1,42 +1,48 @@
-"""The daemon's questions on the control socket: ready, register, offer, unregister, stopping.
+"""What the daemon says on the control socket: ready, an offer, alive, stopping, draining.
 
-Role: receives one fixed-size message and at most one descriptor, checks both, acts, answers. What is not a
-message is answered with EINVAL and counted; descriptors that came along are always closed here.
+Role: receives one fixed-size message and at most one descriptor, checks both, acts. What is not a message is counted
+and left; descriptors that came along are always closed here. Nothing is answered.
 Concurrency: the supervisor's one thread, non-blocking. Called by ``run`` when the socket is readable.
 """
 
 from __future__ import annotations
 
 import array
-import errno
 import os
 import socket
-from collections.abc import Callable
+from typing import Protocol
 
-from .messages import MESSAGE_BYTES, Call, MalformedError, Message, unpack
+from .messages import MESSAGE_BYTES, Call, MalformedError, unpack
 from .passthrough import Backings, RefusedError
 
 _FDS_MAX = 8
 #: Messages that are taken at one time: a daemon that sends without end does not keep the loop from its deadlines.
 _AT_ONCE_MAX = 4096
-_WITH_FD = (Call.REGISTER, Call.OFFER)
+
+
+class Listener(Protocol):
+    """Who acts on what the daemon says."""
+
+    def daemon_ready(self) -> None:
+        """It has adopted the state and is about to serve."""
+
+    def daemon_alive(self) -> None:
+        """Its loop runs."""
+
+    def daemon_stopping(self, code: int) -> None:
+        """It has finished on purpose, with this exit code."""
+
+    def daemon_draining(self) -> None:
+        """The mount has ended and it has work left."""
 
 
 class Control:
-    """Answers one daemon. ``on_ready``, ``on_stopping(exit code)`` and ``on_draining`` tell ``run``."""
+    """Takes what one daemon says."""
 
-    def __init__(
-        self,
-        backings: Backings,
-        on_ready: Callable[[], None],
-        on_stopping: Callable[[int], None],
-        on_draining: Callable[[], None],
-    ) -> None:
+    def __init__(self, backings: Backings, listener: Listener) -> None:
         self._backings = backings
-        self._on_ready = on_ready
-        self._on_stopping = on_stopping
-        self._on_draining = on_draining
-        #: Why registrations are refused; empty when they are accepted.
+        self._listener = listener
+        #: Why offers are refused; empty when they are taken.
         self.no_passthrough = ""
         self.refused = 0
         self.last_refusal = ""
@@ -69,58 +75,37 @@ class Control:
         try:
             if not raw and not fds:
                 return False
-            is_cut = bool(flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC))
-            reply = self._answer(raw, list(fds), is_cut)
+            self._take(raw, fds, bool(flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC)))
+        except MalformedError as error:
+            self._refuse(f"control message: {error}")
+        except RefusedError as error:
+            self._refuse(f"descriptor: {error}")
+        except OSError as error:
+            self._refuse(f"kernel: {error.strerror}")
         finally:
             for fd in fds:
                 os.close(fd)
-        if reply is not None:
-            try:
-                sock.send(reply.pack())
-            except OSError:
-                pass  # it does not read its answers; its own deadline tells it
         return True
 
-    def _answer(self, raw: bytes, fds: list[int], is_cut: bool) -> Message | None:
-        sequence = 0
-        is_answered = True
-        try:
-            message = unpack(raw)
-            sequence = message.sequence
-            _check(message, len(fds), is_cut)
-            is_answered = message.kind != Call.OFFER
-            value = self._act(message, fds)
-        except MalformedError as error:
-            value = self._refuse(errno.EINVAL, f"control message: {error}")
-        except RefusedError as error:
-            value = self._refuse(error.code, f"descriptor: {error}")
-        except OSError as error:
-            value = self._refuse(error.errno or errno.EIO, f"kernel: {error.strerror}")
-        return Message(Call.READY, sequence, value, 0, is_reply=True) if is_answered else None
-
-    def _act(self, message: Message, fds: list[int]) -> int:
-        if message.kind in _WITH_FD:
+    def _take(self, raw: bytes, fds: array.array[int], is_cut: bool) -> None:
+        message = unpack(raw)
+        if is_cut or message.kind not in Call.__members__.values():
+            raise MalformedError("cut, or of unknown kind")
+        if len(fds) != (1 if message.kind == Call.OFFER else 0):
+            raise MalformedError(f"{len(fds)} descriptors")
+        if message.kind == Call.OFFER:
             if self.no_passthrough:
-                raise RefusedError(errno.EOPNOTSUPP, self.no_passthrough)
-            return self._backings.register(message.fh, fds[0])
-        if message.kind == Call.UNREGISTER:
-            self._backings.unregister(message.fh)
+                raise RefusedError(self.no_passthrough)
+            self._backings.register(message.fh, fds[0])
+        elif message.kind == Call.ALIVE:
+            self._listener.daemon_alive()
         elif message.kind == Call.READY:
-            self._on_ready()
+            self._listener.daemon_ready()
         elif message.kind == Call.DRAINING:
-            self._on_draining()
+            self._listener.daemon_draining()
         else:
-            self._on_stopping(message.value)
-        return 0
+            self._listener.daemon_stopping(message.value)
 
-    def _refuse(self, code: int, what: str) -> int:
+    def _refuse(self, what: str) -> None:
         self.refused += 1
         self.last_refusal = what
-        return -code
-
-
-def _check(message: Message, fd_count: int, is_cut: bool) -> None:
-    if is_cut or message.is_reply or message.kind not in Call.__members__.values():
-        raise MalformedError("cut, a reply, or of unknown kind")
-    if fd_count != (1 if message.kind in _WITH_FD else 0):
-        raise MalformedError(f"{fd_count} descriptors")

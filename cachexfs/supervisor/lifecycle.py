@@ -42,6 +42,7 @@ class Limits:
     exit_s: float = 10.0
     unmount_s: float = 5.0
     request_s: float = 180.0
+    pulse_s: float = 30.0
     suspicions_max: int = 4
     backoff_s_first: float = 0.1
     backoff_s_max: float = 5.0

@@ -1,7 +1,7 @@
 """What supervisor and daemon say to each other beside FUSE messages: fixed-size structs, checked on both sides.
 
-Role: the layouts of the control socket (daemon asks, supervisor answers), of the event socket (supervisor
-tells), and of the state file that a new daemon inherits. Pure. Called by ``control``, ``child`` and ``client``.
+Role: the layouts of the control socket (daemon tells supervisor), of the event socket (supervisor tells daemon), and of
+the state file that a new daemon inherits. Pure. Called by ``control``, ``child`` and ``client``.
 A message of another length, magic or kind, or with another number of descriptors, is refused.
 """
 
@@ -24,19 +24,18 @@ ENV_MOUNT_ID = "CACHEXFS_MOUNT_ID"
 ENV_PASSTHROUGH = "CACHEXFS_PASSTHROUGH"
 ENV_MOUNTPOINT = "CACHEXFS_MOUNTPOINT"
 
-MAGIC = 0x43585331  # "CXS1"
+MAGIC = 0x43585332  # "CXS2": another number when anything here changes, for a supervisor outlives an upgrade
 NAME_BYTES_MAX = 255
 
 
 class Call(enum.IntEnum):
-    """What the daemon may ask on the control socket."""
+    """What the daemon says on the control socket. Nothing of it is answered."""
 
     READY = 1  # state adopted, about to serve
-    REGISTER = 2  # one descriptor comes along: back file handle ``fh`` with it
-    UNREGISTER = 3  # forget the backing of ``fh`` as soon as no open uses it
-    STOPPING = 4  # finished on purpose with exit code ``value``: unmount, do not restart
-    OFFER = 5  # as REGISTER, without an answer; in force for the next reply on the FUSE socket
-    DRAINING = 6  # the mount has ended and work is left: no deadline for the exit
+    STOPPING = 2  # finished on purpose with exit code ``value``: unmount, do not restart
+    DRAINING = 3  # the mount has ended and work is left: no deadline for the exit
+    OFFER = 4  # one descriptor comes along: it may back file handle ``fh``; in force for the next reply to an open
+    ALIVE = 5  # the answer to ``Event.PULSE``
 
 
 class Event(enum.IntEnum):
@@ -45,6 +44,7 @@ class Event(enum.IntEnum):
     STOP = 1  # finish up, then call stopping(); after END: leave the work that is left
     RETIRE = 2  # another daemon takes over: end now, leave the state on disk
     END = 3  # the mount is gone: leave the main loop and exit
+    PULSE = 4  # does the daemon's loop still run? ``client`` answers by itself
 
 
 #: Kind of the two messages on a standby's socket: "I wait", and the descriptors with passthrough as ``value``.
@@ -55,35 +55,31 @@ class MalformedError(ValueError):
     """The other side sent something that is not a message."""
 
 
-_MESSAGE = struct.Struct("<IHHIiQ8x")  # magic kind flags sequence value fh
+_MESSAGE = struct.Struct("<IIQq")  # magic kind fh value
 MESSAGE_BYTES = _MESSAGE.size
-REPLY_FLAG = 1
 
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One message of the control or event socket. ``value`` is an exit code, a backing id or ``-errno``."""
+    """One message of the control, event or standby socket. ``value`` is an exit code or a yes."""
 
     kind: int
-    sequence: int = 0
     value: int = 0
     fh: int = 0
-    is_reply: bool = False
 
     def pack(self) -> bytes:
-        """The 32 bytes on the wire."""
-        flags = REPLY_FLAG if self.is_reply else 0
-        return _MESSAGE.pack(MAGIC, self.kind, flags, self.sequence, self.value, self.fh)
+        """The bytes on the wire."""
+        return _MESSAGE.pack(MAGIC, self.kind, self.fh, self.value)
 
 
 def unpack(raw: bytes) -> Message:
-    """Parse one message; ``MalformedError`` unless length, magic and flags are right."""
+    """Parse one message; ``MalformedError`` unless length and magic are right."""
     if len(raw) != MESSAGE_BYTES:
         raise MalformedError(f"{len(raw)} bytes instead of {MESSAGE_BYTES}")
-    magic, kind, flags, sequence, value, fh = _MESSAGE.unpack(raw)
-    if magic != MAGIC or flags not in (0, REPLY_FLAG) or raw[-8:] != b"\0" * 8:
-        raise MalformedError("wrong magic, flags or padding")
-    return Message(kind, sequence, value, fh, flags == REPLY_FLAG)
+    magic, kind, fh, value = _MESSAGE.unpack(raw)
+    if magic != MAGIC:
+        raise MalformedError("wrong magic")
+    return Message(kind, value, fh)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,14 +114,18 @@ class Handle:
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """What a new daemon must know: which life of the mount this is, the replays, the open handles."""
+    """What a new daemon must know: which life of the mount this is, the replays, the open handles.
+
+    ``has_served``: an earlier one has answered applications, so this one must go on with what that one had.
+    """
 
     life: int
+    has_served: bool
     replays: tuple[Replayed, ...]
     handles: tuple[Handle, ...]
 
 
-_STATE_HEAD = struct.Struct("<IIII")  # magic life replays handles
+_STATE_HEAD = struct.Struct("<IIIII")  # magic life has_served replays handles
 _REPLAYED = struct.Struct("<IIQQQHH4x256s256s")
 _HANDLE = struct.Struct("<QQIIII")
 _RECORDS_MAX = 1 << 24
@@ -135,11 +135,11 @@ def _name(raw: bytes) -> bytes:
     return raw if len(raw) <= NAME_BYTES_MAX else b""
 
 
-def pack_state(life: int, replays: Iterable[Replayed], handles: Iterable[Handle]) -> bytes:
+def pack_state(life: int, replays: Iterable[Replayed], handles: Iterable[Handle], *, has_served: bool) -> bytes:
     """The content of the state file."""
     rows = list(replays)
     open_ones = list(handles)
-    parts = [_STATE_HEAD.pack(MAGIC, life, len(rows), len(open_ones))]
+    parts = [_STATE_HEAD.pack(MAGIC, life, has_served, len(rows), len(open_ones))]
     for r in rows:
         name, name2 = _name(r.name), _name(r.name2)
         parts.append(
@@ -153,7 +153,7 @@ def unpack_state(raw: bytes) -> State:
     """Parse the state file; ``MalformedError`` unless every length fits."""
     if len(raw) < _STATE_HEAD.size:
         raise MalformedError("state file too short")
-    magic, life, replays, handles = _STATE_HEAD.unpack_from(raw)
+    magic, life, has_served, replays, handles = _STATE_HEAD.unpack_from(raw)
     if magic != MAGIC or replays > _RECORDS_MAX or handles > _RECORDS_MAX:
         raise MalformedError("state file: wrong magic or counts")
     split = _STATE_HEAD.size + replays * _REPLAYED.size
@@ -161,6 +161,7 @@ def unpack_state(raw: bytes) -> State:
         raise MalformedError("state file: wrong length")
     return State(
         life,
+        bool(has_served),
         tuple(_replayed_rows(raw[_STATE_HEAD.size : split])),
         tuple(
             Handle(fh, node, flags, opens, bool(is_dir), bool(passed))

@@ -21,6 +21,7 @@ import time
 from .privileges import has_sys_admin
 
 _KIND = b"fuse.cachexfs"
+_DIRECTORY = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _MS_NOSUID = 2
 _MS_NODEV = 4
 _MNT_DETACH = 2
@@ -38,56 +39,112 @@ def _libc() -> ctypes.CDLL:
     return ctypes.CDLL(None, use_errno=True)
 
 
-def check_mountpoint(path: str) -> str:
-    """The absolute path of a directory to mount on; ``MountError`` when it is none.
+class Place:
+    """A directory to mount on, found once and held: where its path leads later does not matter any more.
 
-    A dead mount of ours (its supervisor was killed) that covers it is taken away first.
+    ``path`` is what others call it. Mounting uses the directory itself, unmounting its parent and its name.
     """
-    absolute = os.path.join(
-        os.path.realpath(os.path.dirname(os.path.abspath(path))), os.path.basename(path.rstrip("/"))
-    )
-    try:
-        if _is_dead(absolute):
-            unmount(absolute, is_lazy=True)
-        absolute = os.path.realpath(path)
-        info = os.stat(absolute)
-    except OSError as error:
-        raise MountError(f"mount point {path}: {error.strerror}") from error
-    if not stat.S_ISDIR(info.st_mode):
-        raise MountError(f"mount point {path} is not a directory")
-    return absolute
+
+    def __init__(self, path: str, parent: int) -> None:
+        self.path = path
+        self._parent = parent
+
+    @classmethod
+    def find(cls, path: str, *, only_roots: bool) -> Place:
+        """``MountError`` when there is no such directory, or (``only_roots``) when others can change the way to it.
+
+        A dead mount of ours (its supervisor was killed) that covers it is taken away first.
+        """
+        absolute = os.path.abspath(path)
+        if not only_roots:
+            absolute = os.path.join(os.path.realpath(os.path.dirname(absolute)), os.path.basename(absolute))
+        try:
+            parent, where = _walk(absolute)
+        except OSError as error:
+            raise MountError(f"mount point {path}: {error.strerror}") from error
+        if only_roots and where:
+            os.close(parent)
+            raise MountError(
+                f"{path}: others than root can change {where}, and could lead root's mount elsewhere; use a directory "
+                "of root's, or mount as that user"
+            )
+        place = cls(absolute, parent)
+        try:
+            if _is_dead(place):
+                unmount(place, is_lazy=True)
+            if not only_roots and os.path.islink(absolute):
+                os.close(parent)
+                return cls.find(os.path.realpath(absolute), only_roots=False)
+            os.close(place.open())
+        except OSError as error:
+            raise MountError(f"mount point {path}: {error.strerror}") from error
+        return place
+
+    @property
+    def anchored(self) -> str:
+        """A path of it that nobody else can bend, but for its last component, which is not to be followed."""
+        return f"/proc/self/fd/{self._parent}/{os.path.basename(self.path)}"
+
+    def open(self) -> int:
+        """A descriptor (O_PATH) of the directory itself; ``OSError`` when it is none now."""
+        return os.open(os.path.basename(self.path), _DIRECTORY, dir_fd=self._parent)
 
 
 def changeable_by_others(path: str) -> str:
     """The directory on the way to ``path`` in which somebody other than root can put something else; "" without one.
 
     Mounting and unmounting follow a path with root's power: a symlink put in between would lead it elsewhere.
-    ``path`` is absolute; its last component may belong to anybody, for it is what gets covered.
+    ``path`` is absolute; its last component may belong to anybody, for it is what gets covered. ``OSError``.
     """
-    if os.path.realpath(path) != path:
-        return path
-    child = path
-    while (parent := os.path.dirname(child)) != child:
-        info = os.lstat(parent)
-        is_open = info.st_mode & 0o022
-        is_kept = info.st_mode & stat.S_ISVTX and os.lstat(child).st_uid == 0
-        if info.st_uid != 0 or (is_open and not is_kept):
-            return parent
-        child = parent
-    return ""
+    parent, where = _walk(path)
+    os.close(parent)
+    return where
 
 
-def _is_dead(path: str) -> bool:
-    """Whether the last mount on ``path`` is of this program and nobody answers behind it."""
+def _walk(path: str) -> tuple[int, str]:
+    """A descriptor of the parent of ``path``, found without following a symlink, and ``changeable_by_others``.
+
+    With a symlink on the way that is the answer, and the descriptor stops there.
+    """
+    where = ""
+    names = path.strip("/").split("/")
+    fd = os.open("/", _DIRECTORY)
     try:
-        os.stat(path)
+        for depth, name in enumerate(names):
+            is_last = depth == len(names) - 1
+            try:
+                child = os.stat(name, dir_fd=fd, follow_symlinks=False)
+            except OSError:
+                if not is_last:
+                    raise
+                child = None  # missing, or a dead mount
+            if child is not None and stat.S_ISLNK(child.st_mode):
+                return fd, path
+            info = os.fstat(fd)
+            is_kept = info.st_mode & stat.S_ISVTX and child is not None and child.st_uid == 0
+            if info.st_uid != 0 or (info.st_mode & 0o022 and not is_kept):
+                where = "/" + "/".join(names[:depth])
+            if not is_last:
+                deeper = os.open(name, _DIRECTORY, dir_fd=fd)
+                os.close(fd)
+                fd = deeper
+    except OSError:
+        os.close(fd)
+        raise
+    return fd, where
+
+
+def _is_dead(place: Place) -> bool:
+    """Whether the last mount on ``place`` is of this program and nobody answers behind it."""
+    try:
+        os.stat(place.anchored, follow_symlinks=False)
     except OSError as error:
         if error.errno != errno.ENOTCONN:
             return False
     else:
         return False
     with open("/proc/self/mounts", "rb") as table:
-        kinds = [line.split()[2] for line in table if line.split()[1] == _escaped(path)]
+        kinds = [line.split()[2] for line in table if line.split()[1] == _escaped(place.path)]
     return kinds[-1:] == [_KIND]
 
 
@@ -97,41 +154,41 @@ def _escaped(path: str) -> bytes:
     return raw.replace(b" ", b"\\040").replace(b"\t", b"\\011").replace(b"\n", b"\\012")
 
 
-def mount(mountpoint: str, fsname: str, *, is_shared: bool, uid: int, gid: int, how: str = "auto") -> int:
+def mount(place: Place, fsname: str, *, is_shared: bool, uid: int, gid: int, how: str = "auto") -> int:
     """Mount and return the descriptor of ``/dev/fuse``.
 
-    Parameters: ``mountpoint`` an absolute directory; ``fsname`` what mount(8) shows; ``is_shared`` lets other
-    users in (``allow_other``); ``uid``, ``gid`` the owner of the mount; ``how`` is ``mount``, ``fusermount`` or
-    ``auto`` (mount(2) when root).
+    Parameters: ``fsname`` what mount(8) shows; ``is_shared`` lets other users in (``allow_other``); ``uid``, ``gid``
+    the owner of the mount; ``how`` is ``mount``, ``fusermount`` or ``auto`` (mount(2) when root).
     """
     if any(c in fsname for c in ",\\\n"):
         raise MountError(f"fsname {fsname!r} has a comma, backslash or newline")
     if how == "mount" or (how == "auto" and os.geteuid() == 0):
-        return _mount_directly(mountpoint, fsname, is_shared, uid, gid)
-    return _mount_with_helper(mountpoint, fsname, is_shared)
+        return _mount_directly(place, fsname, is_shared, uid, gid)
+    return _mount_with_helper(place.path, fsname, is_shared)
 
 
-def _mount_directly(mountpoint: str, fsname: str, is_shared: bool, uid: int, gid: int) -> int:
+def _mount_directly(place: Place, fsname: str, is_shared: bool, uid: int, gid: int) -> int:
     try:
         fd = os.open("/dev/fuse", os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
         hint = "load the fuse module, or give the container the device"
         raise MountError(f"/dev/fuse: {error.strerror}; {hint}") from error
-    root_mode = stat.S_IFMT(os.stat(mountpoint).st_mode)
-    options = f"fd={fd},rootmode={root_mode:o},user_id={uid},group_id={gid},default_permissions"
+    options = f"fd={fd},rootmode={stat.S_IFDIR:o},user_id={uid},group_id={gid},default_permissions"
     if is_shared:
         options += ",allow_other"
-    result = _libc().mount(
-        os.fsencode(fsname),
-        os.fsencode(mountpoint),
-        _KIND,
-        ctypes.c_ulong(_MS_NOSUID | _MS_NODEV),
-        options.encode(),
-    )
-    if result != 0:
+    directory = place.open()
+    try:
+        result = _libc().mount(
+            os.fsencode(fsname), f"/proc/self/fd/{directory}".encode(), _KIND,
+            ctypes.c_ulong(_MS_NOSUID | _MS_NODEV), options.encode(),
+        )  # fmt: skip
         code = ctypes.get_errno()
+    finally:
+        os.close(directory)
+    if result != 0:
         os.close(fd)
-        raise MountError(f"mount {mountpoint}: {os.strerror(code)}")
+        hint = "; a container needs --cap-add SYS_ADMIN" if code == errno.EPERM else ""
+        raise MountError(f"mount {place.path}: {os.strerror(code)}{hint}")
     return fd
 
 
@@ -182,11 +239,11 @@ def _receive_fd(sock: socket.socket) -> list[int]:
     return list(fds)
 
 
-def unmount(mountpoint: str, *, is_lazy: bool) -> str:
+def unmount(place: Place, *, is_lazy: bool) -> str:
     """Take the name away; an empty string, or why it was refused. Blocks: never from the loop's thread."""
     if has_sys_admin():
         flags = _UMOUNT_NOFOLLOW | (_MNT_DETACH if is_lazy else 0)
-        if _libc().umount2(os.fsencode(mountpoint), flags) == 0:
+        if _libc().umount2(os.fsencode(place.anchored), flags) == 0:
             return ""
         return os.strerror(ctypes.get_errno())
     helper = shutil.which("fusermount3")
@@ -194,7 +251,7 @@ def unmount(mountpoint: str, *, is_lazy: bool) -> str:
         return "fusermount3 is not installed"
     try:
         done = subprocess.run(
-            [helper, "-u", *(["-z"] if is_lazy else []), "--", mountpoint],
+            [helper, "-u", *(["-z"] if is_lazy else []), "--", place.path],
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
@@ -209,19 +266,19 @@ def unmount(mountpoint: str, *, is_lazy: bool) -> str:
 class Unmounter:
     """Unmounts in a thread of its own: politely for a while, then lazily."""
 
-    def __init__(self, mountpoint: str, polite_s: float) -> None:
+    def __init__(self, place: Place, polite_s: float) -> None:
         """Start. ``polite_s``: how long a busy mount is tried before it is detached."""
         #: Why the last attempt failed.
         self.said = ""
-        self._mountpoint = mountpoint
+        self._place = place
         self._polite_s = polite_s
         threading.Thread(target=self._run, name="unmount", daemon=True).start()
 
     def _run(self) -> None:
         until = time.monotonic() + self._polite_s
         while time.monotonic() < until:
-            self.said = unmount(self._mountpoint, is_lazy=False)
+            self.said = unmount(self._place, is_lazy=False)
             if not self.said:
                 return
             time.sleep(_RETRY_S)
-        unmount(self._mountpoint, is_lazy=True)
+        unmount(self._place, is_lazy=True)

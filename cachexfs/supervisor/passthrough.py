@@ -11,7 +11,6 @@ that could only read a file never gives anybody the right to write it.
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import os
 import stat
@@ -24,16 +23,14 @@ _BACKING_OPEN = 0x4010E501  # _IOW(229, 1, struct fuse_backing_map)
 _BACKING_CLOSE = 0x4004E502  # _IOW(229, 2, uint32_t)
 _BACKING_MAP = struct.Struct("<iIQ")
 _O_PATH = 0o10000000
+#: PROC_USER_INIT_INO: the kernel asks for CAP_SYS_ADMIN of the machine itself.
+_INITIAL_USER_NAMESPACE = 0xEFFFFFFD
 #: Registrations that may exist at once: each pins an open file in the kernel.
 BACKINGS_MAX = 1 << 17
 
 
 class RefusedError(Exception):
-    """A descriptor that the daemon offered is not one that may back a file. ``code`` is the errno to answer."""
-
-    def __init__(self, code: int, why: str) -> None:
-        super().__init__(why)
-        self.code = code
+    """A descriptor that the daemon offered is not one that may back a file."""
 
 
 def probe(mode: str) -> str:
@@ -46,6 +43,8 @@ def probe(mode: str) -> str:
         return f"kernel {release} is older than 6.9"
     if not has_sys_admin():
         return "no CAP_SYS_ADMIN: mount as root (with user=NAME for a user)"
+    if os.stat("/proc/self/ns/user").st_ino != _INITIAL_USER_NAMESPACE:
+        return "root of a container (a user namespace) may not: mount outside of it"
     return ""
 
 
@@ -60,7 +59,6 @@ class _Registered:
     file: tuple[int, int]
     access: int
     opens: int = 0
-    is_wanted: bool = True
 
 
 class Backings:
@@ -86,14 +84,13 @@ class Backings:
         known = self._by_fh.get(fh)
         if known is not None:
             if known.file == file:
-                known.is_wanted = True
                 known.access = access
                 return self._files[file].backing_id
             if known.opens:
-                raise RefusedError(errno.EBUSY, "handle is open with another file behind it")
+                raise RefusedError("handle is open with another file behind it")
             self._drop(fh)
         if len(self._by_fh) >= BACKINGS_MAX:
-            raise RefusedError(errno.ENFILE, "too many registrations")
+            raise RefusedError("too many registrations")
         backing = self._files.get(file)
         if backing is None:
             request = bytearray(_BACKING_MAP.pack(fd, 0, 0))
@@ -106,32 +103,29 @@ class Backings:
     def _check(self, fd: int) -> tuple[os.stat_result, int]:
         info = os.fstat(fd)
         if not stat.S_ISREG(info.st_mode):
-            raise RefusedError(errno.EINVAL, "not a regular file")
+            raise RefusedError("not a regular file")
         if info.st_dev not in self._allowed:
-            raise RefusedError(errno.EXDEV, "not on a filesystem that was given as --backing-dir")
+            raise RefusedError("not on a filesystem that was given as --backing-dir")
         flags = fcntl.fcntl(fd, fcntl.F_GETFL)
         if flags & _O_PATH or flags & os.O_APPEND:
-            raise RefusedError(errno.EBADF, "opened with O_PATH or O_APPEND")
+            raise RefusedError("opened with O_PATH or O_APPEND")
         return info, flags & os.O_ACCMODE
-
-    def unregister(self, fh: int) -> None:
-        """Forget the backing of ``fh`` now, or when its last open ends."""
-        known = self._by_fh.get(fh)
-        if known is None:
-            return
-        known.is_wanted = False
-        if not known.opens:
-            self._drop(fh)
 
     def allows(self, fh: int, open_flags: int) -> int:
         """The backing id for an open of ``fh`` with these open(2) flags, or 0: not registered, not permitted."""
         known = self._by_fh.get(fh)
-        if known is None or not known.is_wanted:
+        if known is None:
             return 0
         wanted = open_flags & os.O_ACCMODE
         if known.access not in (wanted, os.O_RDWR):
             return 0
         return self._files[known.file].backing_id
+
+    def unused(self, fh: int) -> None:
+        """An open of ``fh`` goes another way: what was offered for it must not stay, for it keeps a file's memory."""
+        known = self._by_fh.get(fh)
+        if known is not None and not known.opens:
+            self._drop(fh)
 
     def opened(self, fh: int) -> None:
         """The kernel was told to pass an open of ``fh`` through."""

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-import sys
+import os
 from dataclasses import dataclass
 
 from .lifecycle import Limits
+from .mount import Place
+
+_STDERR = 2
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
     """What to run: all of it from the command line, after mounting."""
 
-    mountpoint: str
+    place: Place
     device_fd: int
     argv: tuple[str, ...]
     limits: Limits
@@ -27,5 +30,8 @@ class Plan:
 
 
 def log(text: str) -> None:
-    """One line on stderr."""
-    print(f"cachexfs.supervisor: {text}", file=sys.stderr, flush=True)
+    """One line on stderr; a full disk, or a reader that has gone, must not end the mount."""
+    try:
+        os.write(_STDERR, f"cachexfs.supervisor: {text}\n".encode(errors="backslashreplace"))
+    except OSError:
+        pass

@@ -77,9 +77,8 @@ def become(uid: int, gid: int) -> None:
     data = (_Data * 2)(_Data(1 << _CAP_SYS_ADMIN, 1 << _CAP_SYS_ADMIN, 0), _Data(0, 0, 0))
     if libc.capset(ctypes.byref(header), ctypes.byref(data)) != 0:
         raise PrivilegeError(f"capset: {os.strerror(ctypes.get_errno())}")
-    prctl(_PR_SET_DUMPABLE, 0)
-    if prctl(_PR_SET_NO_NEW_PRIVS, 1) != 0:
-        raise PrivilegeError("prctl(PR_SET_NO_NEW_PRIVS) failed")
+    if prctl(_PR_SET_DUMPABLE, 0) != 0 or prctl(_PR_SET_NO_NEW_PRIVS, 1) != 0:
+        raise PrivilegeError("prctl(PR_SET_DUMPABLE, PR_SET_NO_NEW_PRIVS) failed")
     if capabilities() != 1 << _CAP_SYS_ADMIN or os.getresuid() != (uid, uid, uid):
         raise PrivilegeError("capabilities other than CAP_SYS_ADMIN are left")
 

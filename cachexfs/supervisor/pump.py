@@ -1,4 +1,4 @@
-"""The pump: whole messages between the kernel and the daemon, and the memory of what is unanswered.
+"""The pump: whole messages between the kernel and the daemon.
 
 Role: the hot path. Reads ``/dev/fuse``, writes the daemon's socket, and back. Payload is never copied: a large
 request stays in the buffer it was read into until it is answered, and the next read takes another buffer.
@@ -18,19 +18,15 @@ from collections import deque
 from collections.abc import Callable
 
 from . import wire
-from .messages import Replayed
 from .notifier import Notifier
-from .replay import IDENTIFIED, PID_MAX, REQUEST_ID_MAX, TABLE, Rule, describe
+from .pending import BUFFER_BYTES, Pending, Request
+from .replay import IDENTIFIED
 from .session import WATCHED, IncompatibleError, Session
 
 #: Requests up to this size are copied out of the read buffer; larger ones keep the buffer. Bytes.
 _COPY_BYTES_MAX = 32768
-#: One huge page; holds ``wire.MESSAGE_BYTES_MAX``.
-_BUFFER_BYTES = 2 << 20
 #: Buffers kept for reuse: what one burst of background writes needs.
 _POOL_MAX = 32
-#: What unanswered requests may hold. Our daemon works on 256 at a time; beyond, the kernel keeps them. Bytes.
-PENDING_BYTES_MAX = 640 << 20
 #: Replies that are taken from a dead daemon: more than its socket holds.
 _LAST_REPLIES_MAX = 1 << 16
 _AGAIN = (errno.EAGAIN, errno.EINTR, errno.ENOENT)
@@ -47,16 +43,12 @@ _NO_MEMORY_S = 0.001
 
 def _new_buffer() -> mmap.mmap:
     """Room for any message, on a huge page where the machine gives one: 5 % of the handler's write rate."""
-    buffer = mmap.mmap(-1, _BUFFER_BYTES)
+    buffer = mmap.mmap(-1, BUFFER_BYTES)
     try:
         buffer.madvise(mmap.MADV_HUGEPAGE)
     except OSError:
         pass  # a kernel without transparent huge pages
     return buffer
-
-
-def _held_bytes(request: bytes | memoryview) -> int:
-    return len(request) if type(request) is bytes else _BUFFER_BYTES
 
 
 class Pump:
@@ -68,11 +60,9 @@ class Pump:
         self._epoll = epoll
         self._peer = -1
         self._is_open_for_requests = False
-        self._pending: dict[int, bytes | memoryview] = {}
-        self._pending_bytes = 0
-        self._ids: dict[int, int] = {}
-        self._next_id = PID_MAX + 1
-        self._outgoing: deque[bytes | memoryview] = deque()
+        #: What the kernel waits for.
+        self.pending = Pending()
+        self._outgoing: deque[Request] = deque()
         self._pool: list[mmap.mmap] = []
         self._request_view: memoryview | None = None
         self._reply_view = memoryview(_new_buffer())
@@ -155,9 +145,7 @@ class Pump:
         init = self._session.init_request()
         if init:
             self._init_unique = wire.unique_of(init)
-            if self._init_unique not in self._pending:
-                self._pending_bytes += _held_bytes(init)
-            self._pending[self._init_unique] = init
+            self.pending.add(self._init_unique, init)
             self._send(init)
         else:
             self._is_open_for_requests = True
@@ -175,16 +163,12 @@ class Pump:
         self._peer = -1
         self._outgoing.clear()
         self._is_open_for_requests = False
-        if (init := self._pending.pop(self._init_unique, None)) is not None:
-            self._let_go(init)
+        self.pending.take(self._init_unique)
         self._arm()
 
     def replay(self) -> None:
         """Send everything unanswered to the new daemon, oldest first, then open the device."""
-        for request in list(self._pending.values()):
-            rule = TABLE.get(wire.opcode_of(request))
-            if rule is None or rule.rule in (Rule.AGAIN, Rule.ONCE):
-                self._outgoing.append(request)
+        self._outgoing.extend(self.pending.repeatable())
         self._is_open_for_requests = True
         self.flush()
 
@@ -192,28 +176,6 @@ class Pump:
         """Take no more requests from the kernel; answers still pass."""
         self._is_open_for_requests = False
         self._arm()
-
-    def replays(self) -> list[Replayed]:
-        """The unanswered requests, for the state file of the next daemon."""
-        return [
-            describe(request, self._ids.get(unique, 0))
-            for unique, request in self._pending.items()
-            if request[4] != wire.INIT
-        ]
-
-    @property
-    def pending_count(self) -> int:
-        """Requests without an answer."""
-        return len(self._pending)
-
-    def pending_uniques(self) -> list[int]:
-        """The kernel's numbers of the unanswered requests, oldest first."""
-        return list(self._pending)
-
-    @property
-    def oldest_unique(self) -> int:
-        """The kernel's number of the oldest unanswered request; 0 when there is none."""
-        return next(iter(self._pending), 0)
 
     # -- kernel to daemon -------------------------------------------------------------------------------
 
@@ -237,8 +199,8 @@ class Pump:
             self._answer(wire.error_reply(unique, errno.ENODATA), unique)
             return
         if opcode in IDENTIFIED:
-            self._identify(unique, view)
-        request: bytes | memoryview
+            self.pending.identify(unique, view)
+        request: Request
         if size <= _COPY_BYTES_MAX:
             request = bytes(view[:size])
         else:
@@ -251,22 +213,15 @@ class Pump:
             if size > _COPY_BYTES_MAX:
                 request = bytes(request)
         else:
-            self._pending[unique] = request
-            self._pending_bytes += _held_bytes(request)
-            if self._pending_bytes > PENDING_BYTES_MAX:
+            self.pending.add(unique, request)
+            if self.pending.is_full:
                 self._arm()
             if opcode == wire.INIT:
                 self._init_unique = unique
                 self._session.remember_init(bytes(request))
         self._send(request)
 
-    def _identify(self, unique: int, view: memoryview) -> None:
-        request_id = self._next_id
-        self._next_id = request_id + 1 if request_id < REQUEST_ID_MAX else PID_MAX + 1
-        self._ids[unique] = request_id
-        wire.put_u32(view, wire.IN_PID_OFFSET, request_id)
-
-    def _send(self, request: bytes | memoryview) -> None:
+    def _send(self, request: Request) -> None:
         if self._outgoing:
             self._outgoing.append(request)
             return
@@ -275,7 +230,7 @@ class Pump:
         except OSError as error:
             self._not_sent(request, error)
 
-    def _not_sent(self, request: bytes | memoryview, error: OSError) -> None:
+    def _not_sent(self, request: Request, error: OSError) -> None:
         if error.errno in (errno.EAGAIN, errno.ENOBUFS, errno.ENOMEM):
             self._outgoing.appendleft(request)
             if error.errno != errno.EAGAIN:
@@ -298,8 +253,8 @@ class Pump:
         self._arm()
 
     def _arm(self) -> None:
-        has_room = self._pending_bytes <= PENDING_BYTES_MAX
-        is_reading = self.is_failing or (self._is_open_for_requests and not self._outgoing and has_room)
+        is_ready = self._is_open_for_requests and not self._outgoing and not self.pending.is_full
+        is_reading = self.is_failing or is_ready
         mask = select.EPOLLIN if is_reading and not self.is_ended else 0
         if mask != self._device_mask and not self.is_ended:
             self._device_mask = mask
@@ -331,11 +286,13 @@ class Pump:
         if not unique:
             self._notify(bytes(view[:size]), length, error_code)
             return True
-        request = self._pending.pop(unique, None)
+        was_full = self.pending.is_full
+        request = self.pending.take(unique)
         if request is None:
             self._refuse("a reply to no request")
             return True
-        self._let_go(request)
+        if was_full:
+            self._arm()
         if request[4] in WATCHED:
             if unique == self._init_unique:
                 self._init_replied(view[:size], request)
@@ -353,17 +310,10 @@ class Pump:
             self._answer(wire.error_reply(unique), unique)
         else:
             self._answer(view[:size], unique)
-        self._ids.pop(unique, None)
         self.answered += 1
         if type(request) is memoryview and len(self._pool) < _POOL_MAX and not self._outgoing:
             self._pool.append(request.obj)  # type: ignore[arg-type]
         return True
-
-    def _let_go(self, request: bytes | memoryview) -> None:
-        was_full = self._pending_bytes > PENDING_BYTES_MAX
-        self._pending_bytes -= _held_bytes(request)
-        if was_full:
-            self._arm()
 
     def _answer(self, reply: wire.Buffer, unique: int) -> None:
         try:
@@ -380,13 +330,12 @@ class Pump:
             except OSError:
                 pass  # the kernel had ended the request with the first one
 
-    def _init_replied(self, reply: memoryview, request: bytes | memoryview) -> None:
+    def _init_replied(self, reply: memoryview, request: Request) -> None:
         try:
             if self._session.init_replied(reply):
                 self._answer(reply, self._init_unique)
         except IncompatibleError as error:
-            self._pending[self._init_unique] = request
-            self._pending_bytes += _held_bytes(request)
+            self.pending.add(self._init_unique, request)
             self.on_init(str(error))
         else:
             self.on_init("")
@@ -416,12 +365,9 @@ class Pump:
         init = self._session.init_request()
         if init and not self._session.is_agreed:
             self._answer(wire.minimal_init_reply(init), wire.unique_of(init))
-        self._pending.pop(self._init_unique, None)
-        for unique, request in list(self._pending.items()):
-            self._fail(request[4], unique, request)
-        self._pending.clear()
-        self._pending_bytes = 0
-        self._ids.clear()
+        self.pending.take(self._init_unique)
+        for unique in list(self.pending):
+            self.give_up_on(unique)
         self._arm()
 
     def serve_again(self) -> None:
@@ -441,11 +387,10 @@ class Pump:
 
     def give_up_on(self, unique: int) -> None:
         """Answer one request with EIO: it has been with too many daemons that died."""
-        request = self._pending.pop(unique, None)
+        request = self.pending.take(unique)
         if request is not None:
-            self._let_go(request)
-            self._ids.pop(unique, None)
             self._fail(request[4], unique, request)
+            self._arm()
 
     def device_ended(self) -> None:
         """The device reports an error (EPOLLERR): unmounted, or the connection was aborted."""

@@ -144,6 +144,8 @@ class Session:
             return errno.EIO
         fh, fopen, _ = wire.OPEN_OUT.unpack_from(reply, offset)
         is_created = opcode in (wire.CREATE, wire.TMPFILE)
+        if is_created and not wire.is_file_entry(reply):
+            return errno.EIO  # the kernel would not take it, and would never release the handle
         node = wire.u64(reply, wire.OUT_HEADER.size) if is_created else wire.nodeid_of(request)
         is_dir = opcode == wire.OPENDIR
         flags = wire.open_flags_of(request)
@@ -167,6 +169,7 @@ class Session:
             self._passed_at[node] = self._passed_at.get(node, 0) + 1
             self._backings.opened(fh)
             return wire.FOPEN_PASSTHROUGH | fopen & wire.FOPEN_NOFLUSH, backing_id
+        self._backings.unused(fh)
         if node in self._passed_at:
             fopen = (fopen | wire.FOPEN_DIRECT_IO) & ~wire.FOPEN_KEEP_CACHE
         if fopen & wire.FOPEN_DIRECT_IO:

@@ -13,24 +13,27 @@ import subprocess
 from collections.abc import Sequence
 
 from . import messages
-from .child import Process, Program, spawn
+from .child import Killed, Process, Program, spawn
 
 
 class Standby(Process):
     """A daemon process that has been started ahead: it waits, its imports done, to be given a mount."""
 
-    def __init__(self, program: Program) -> None:
-        """Start it; ``OSError`` when the program cannot be run."""
+    def __init__(self, program: Program, killed: Killed) -> None:
+        """Start it; ``OSError`` when the program cannot be run. ``killed`` gets it when it is not wanted."""
+        self._killed = killed
         self.handover, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             variables = {messages.ENV_STANDBY_FD: str(theirs.fileno())}
             super().__init__(spawn(program, variables, [theirs.fileno()]))
         self.handover.setblocking(False)
 
-    def is_warm(self) -> bool:
-        """Whether it has said that it waits. Call when ``handover`` is readable; False: it is ending."""
+    def is_warm(self) -> bool | None:
+        """Whether it has said that it waits; False: it is ending. None: nothing is there to read."""
         try:
             return bool(self.handover.recv(messages.MESSAGE_BYTES + 1))
+        except BlockingIOError:
+            return None
         except OSError:
             return False
 
@@ -52,13 +55,14 @@ class Standby(Process):
     def discard(self) -> None:
         """End it."""
         self.handover.close()
-        self.reap()
+        self._killed.add(self)
 
 
 class Ahead:
     """At most one standby, and its socket in the epoll until it has said that it waits."""
 
-    def __init__(self, program: Program, epoll: select.epoll) -> None:
+    def __init__(self, program: Program, epoll: select.epoll, killed: Killed) -> None:
+        self._killed = killed
         #: What the next standby is.
         self.program = program
         self._epoll = epoll
@@ -77,7 +81,7 @@ class Ahead:
         """Start one unless there is one; why it cannot be run, or the empty string."""
         if self._standby is None:
             try:
-                self._standby = Standby(self.program)
+                self._standby = Standby(self.program, self._killed)
             except OSError as error:
                 return f"cannot run {self.program.argv[0]}: {error.strerror}"
             self.fd = self._standby.handover.fileno()
@@ -85,9 +89,11 @@ class Ahead:
         return ""
 
     def on_readable(self) -> bool:
-        """The standby said something: whether it is warm now (otherwise it is ending)."""
-        self._unwatch()
-        self.is_warm = self._standby is not None and self._standby.is_warm()
+        """The standby said something, or is ending, or the event was an earlier one's: whether it is warm now."""
+        said = self._standby.is_warm() if self._standby is not None else False
+        if said is not None:
+            self._unwatch()
+            self.is_warm = said
         return self.is_warm
 
     def has_exited(self) -> bool:

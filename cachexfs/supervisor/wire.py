@@ -7,6 +7,7 @@ functions over message buffers. No I/O. Called by the pump, the session and the 
 from __future__ import annotations
 
 import errno
+import stat
 import struct
 
 # Operations (enum fuse_opcode).
@@ -73,6 +74,10 @@ IN_NODEID_OFFSET = 16
 IN_PID_OFFSET = 32
 OUT_HEADER = struct.Struct("<IiQ")  # len error unique
 ENTRY_OUT_BYTES = 128
+_ENTRY_SIZE_OFFSET = 48
+_ENTRY_MODE_OFFSET = 100
+_ROOT_NODE = 1
+_SIZE_MAX = (1 << 63) - 1
 OPEN_OUT = struct.Struct("<QIi")  # fh open_flags backing_id
 OPEN_IN = struct.Struct("<II")  # flags open_flags
 CREATE_IN = struct.Struct("<IIII")  # flags mode umask open_flags
@@ -206,6 +211,13 @@ def open_flags_of(request: Buffer) -> int:
 def fh_of_release(request: Buffer) -> int:
     """The file handle that a RELEASE or RELEASEDIR ends."""
     return u64(request, IN_HEADER.size)
+
+
+def is_file_entry(reply: Buffer) -> bool:
+    """Whether the entry in a reply to CREATE is one that the kernel takes: a regular file with a number of its own."""
+    node, size = u64(reply, OUT_HEADER.size), u64(reply, OUT_HEADER.size + _ENTRY_SIZE_OFFSET)
+    is_regular = stat.S_ISREG(u32(reply, OUT_HEADER.size + _ENTRY_MODE_OFFSET))
+    return node > _ROOT_NODE and is_regular and size <= _SIZE_MAX
 
 
 def open_out_offset(opcode: int) -> int:

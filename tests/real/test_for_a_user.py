@@ -72,6 +72,12 @@ def test_alone_on_a_tmpfs_that_root_mounts_and_takes_away(make_for_user: Callabl
     assert (daemon["CapPrm"], daemon["CapBnd"], daemon["NoNewPrivs"]) == ("0" * 16, f"{1 << 21:016x}", "1")
     environment = Path(f"/proc/{entry.pid}/environ").read_bytes()
     assert b"HOME=/root" not in environment
+    supervisor = int(daemon["PPid"])
+    kept = facts(supervisor)
+    assert [kept[name] for name in ("CapEff", "CapPrm", "CapBnd")] == [f"{1 << 21:016x}"] * 3
+    assert [kept[name] for name in ("CapInh", "CapAmb", "NoNewPrivs")] == ["0" * 16, "0" * 16, "1"]
+    command = Path(f"/proc/{supervisor}/cmdline").read_bytes().split(b"\0")
+    assert b"-s" in command, "root's Python must not run what lies in the user's ~/.local"
     status = json.loads(cluster.run(0, "status", "--json", str(point)).out)
     assert status["kernel"] == "passthrough", status["kernel_reason"]
     as_user(WRITE, point / "a", "one")
@@ -131,6 +137,15 @@ def test_links_of_the_user_lead_root_nowhere(make_for_user: Callable[..., LocalC
     said = refused(cluster)
     assert "cannot write the log" in said
     assert victim.read_text() == "root's\n"
+
+
+@pytest.mark.parametrize("what", ["log", "options"])
+def test_a_pipe_of_the_user_does_not_hold_root(make_for_user: Callable[..., LocalCluster], what: str) -> None:
+    cluster = make_for_user(1)
+    node = cluster.nodes[0]
+    name = mount_id(str(node.mountpoint), socket.gethostname().partition(".")[0])
+    os.mkfifo(node.runtime / ("log" if what == "log" else f"{name}.options"), 0o666)
+    assert "cannot write" in refused(cluster)
 
 
 def test_only_root_mounts_for_others(make_for_user: Callable[..., LocalCluster]) -> None:

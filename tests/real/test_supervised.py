@@ -1,15 +1,20 @@
 """With the supervisor, a daemon killed with -9 is a pause for applications, not an error."""
 
 import contextlib
+import ctypes
+import errno
+import fcntl
 import json
 import os
+import shutil
 import signal
+import struct
 import threading
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from real_support import pfs_away, until, write_file
+from real_support import pfs_away, raises_errno, until, write_file
 
 from cachexfs.cli import client
 from cachexfs.demo import control
@@ -17,6 +22,7 @@ from cachexfs.demo.cluster import LocalCluster
 from cachexfs.demo.control import xattr
 
 FILES = 40
+F_OFD_SETLK, IN_CREATE = 37, 0x100
 
 
 @pytest.mark.parametrize("nodes", [1, 3])
@@ -229,4 +235,62 @@ def test_a_listing_goes_on_over_a_killed_daemon(make_cluster: Callable[..., Loca
         seen += [entry.name for entry in entries]
     assert len(seen) == len(set(seen))
     assert set(names) - gone <= set(seen)
+    cluster.umount()
+
+
+def test_a_daemon_without_what_the_last_one_had_does_not_begin_anew(make_cluster: Callable[..., LocalCluster]) -> None:
+    """An empty directory would look as if everything had been deleted."""
+    cluster = make_cluster(1, {"supervisor": "on"})
+    mount, staging = cluster.nodes[0].mountpoint, cluster.nodes[0].staging
+    journal = staging / "catalogue.journal"
+    (mount / "f").write_bytes(b"kept")
+    fd = os.open(mount / "open", os.O_CREAT | os.O_RDWR)
+    os.write(fd, b"1")
+    for gone, why in ((staging, "not what this mount has used"), (journal, "the catalogue that this mount has used")):
+        aside = gone.with_name("aside")
+        gone.rename(aside)
+        cluster.kill_daemon(0)
+        with raises_errno(errno.EIO):  # the supervisor has tried several times
+            os.listdir(mount)
+        assert why in cluster.nodes[0].log.read_text()
+        if gone.exists():
+            shutil.rmtree(gone) if gone.is_dir() else gone.unlink()
+        aside.rename(gone)
+        ended = cluster.run(0, "restart", str(mount))
+        assert ended.code == 0, ended.err
+        assert (mount / "f").read_bytes() == b"kept"
+    os.write(fd, b"2")
+    assert os.pread(fd, 5, 0) == b"12"
+    os.close(fd)
+    cluster.umount()
+    assert (cluster.pfs / "open").read_bytes() == b"12"
+
+
+def test_locks_and_watches_outlive_the_daemon(make_cluster: Callable[..., LocalCluster]) -> None:
+    """The kernel keeps them; nothing of them is in the daemon."""
+    cluster = make_cluster(1, {"supervisor": "on"})
+    mount = cluster.nodes[0].mountpoint
+    (mount / "f").write_bytes(b"x" * 100)
+    fds = [os.open(mount / "f", os.O_RDWR) for _ in range(4)]
+    whole = struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+    fcntl.flock(fds[0], fcntl.LOCK_EX)
+    fcntl.fcntl(fds[1], F_OFD_SETLK, whole)
+    libc = ctypes.CDLL(None, use_errno=True)
+    watch = libc.inotify_init1(os.O_NONBLOCK)
+    assert libc.inotify_add_watch(watch, os.fsencode(mount), IN_CREATE) > 0
+    old = cluster.status(0).pid
+    cluster.kill_daemon(0)
+    until("another daemon answers", lambda: cluster.answers(0) and cluster.status(0).pid != old)
+    with raises_errno(errno.EWOULDBLOCK):
+        fcntl.flock(fds[2], fcntl.LOCK_EX | fcntl.LOCK_NB)
+    with raises_errno(errno.EAGAIN):
+        fcntl.fcntl(fds[3], F_OFD_SETLK, whole)
+    (mount / "new").touch()
+    assert os.read(watch, 4096)[16:].rstrip(b"\0") == b"new"
+    for fd in (*fds[:2], watch):
+        os.close(fd)
+    fcntl.flock(fds[2], fcntl.LOCK_EX | fcntl.LOCK_NB)
+    fcntl.fcntl(fds[3], F_OFD_SETLK, whole)
+    for fd in fds[2:]:
+        os.close(fd)
     cluster.umount()

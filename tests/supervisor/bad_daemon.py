@@ -10,6 +10,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from cachexfs.supervisor import wire
 from cachexfs.supervisor.client import Supervisor
+from cachexfs.supervisor.messages import MESSAGE_BYTES
 
 ENOENT = -2
 
@@ -35,7 +36,7 @@ def garbage(fuse: int, control: socket.socket, unique: int) -> None:
     os.write(fuse, wire.OUT_HEADER.pack(99, 2, 0))  # a notification with a wrong length
     with open("/dev/null", "rb") as null:
         rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [null.fileno()] * 3))]
-        control.sendmsg([b"y" * 32], rights)
+        control.sendmsg([b"y" * MESSAGE_BYTES], rights)
         control.sendmsg([b"z" * 5000], rights)
 
 

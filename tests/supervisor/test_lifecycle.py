@@ -12,9 +12,12 @@ from pathlib import Path
 
 import pytest
 
+from cachexfs.supervisor import wire
+from cachexfs.supervisor.blame import Blame
 from cachexfs.supervisor.lifecycle import EXIT_CANNOT_TELL, EXIT_NOT_DURABLE, Lifecycle, Limits, Phase
+from cachexfs.supervisor.mount import Place, unmount
 from cachexfs.supervisor.mount import mount as raw_mount
-from cachexfs.supervisor.mount import unmount
+from cachexfs.supervisor.pending import Pending
 from cachexfs.supervisor.status import ask
 from cachexfs.supervisor.wire import minimal_init_reply
 
@@ -157,6 +160,27 @@ def test_a_daemon_that_hangs_is_replaced(mount: Mount) -> None:
     assert mount.umount() == 0
 
 
+def test_a_daemon_whose_loop_stands_still_is_replaced_long_before_a_request_may_take_so_long(mount: Mount) -> None:
+    mount.up("--pulse-timeout", "1")
+    os.kill(mount.daemon_pid(), signal.SIGSTOP)
+    assert os.listdir(mount.point) == []
+    assert "stood still for 1 s: the daemon hangs" in str(mount.said())
+    assert mount.umount() == 0
+
+
+def test_a_request_that_waits_long_is_no_hang_while_the_loop_runs() -> None:
+    pending = Pending()
+    pending.add(2, b"a request")
+    blame = Blame(pending, lambda unique: None, Limits(request_s=180.0, pulse_s=30.0))
+    assert blame.look_s == 5.0
+    for _ in range(36):
+        assert blame.look(is_serving=True, send_pulse=blame.alive) == ""
+    assert "a request" in blame.look(is_serving=True, send_pulse=blame.alive)
+    said = [blame.look(is_serving=True, send_pulse=lambda: None) for _ in range(7)]
+    assert said == [""] * 6 + ["its loop has stood still for 30 s"]
+    assert [blame.look(is_serving=False, send_pulse=lambda: None) for _ in range(50)] == [""] * 50
+
+
 def test_a_daemon_that_does_not_retire_is_killed(mount: Mount) -> None:
     mount.up("--exit-timeout", "3", "--grace-timeout", "0.3")
     pid = mount.daemon_pid()
@@ -172,7 +196,8 @@ def test_a_daemon_that_hangs_in_the_kernel_is_left_to_it(mount: Mount, tmp_path:
     """A second mount that nobody serves makes the daemon hang in stat: not even SIGKILL ends it."""
     trap = tmp_path / "trap"
     trap.mkdir()
-    device = raw_mount(str(trap), "trap", is_shared=True, uid=0, gid=0)
+    place = Place.find(str(trap), only_roots=False)
+    device = raw_mount(place, "trap", is_shared=True, uid=0, gid=0)
     os.set_blocking(device, True)
     try:
         os.write(device, minimal_init_reply(os.read(device, 1 << 20)))
@@ -188,8 +213,46 @@ def test_a_daemon_that_hangs_in_the_kernel_is_left_to_it(mount: Mount, tmp_path:
         (mount.point / "f").write_bytes(b"x")
     finally:
         os.close(device)
-        unmount(str(trap), is_lazy=True)
+        unmount(place, is_lazy=True)
     wait_until(lambda: not os.path.exists(f"/proc/{pid}"), "the old one is reaped when it ends at last")
+    assert mount.umount() == 0
+
+
+def test_a_standby_that_hangs_in_the_kernel_is_not_waited_for(mount: Mount, tmp_path: Path) -> None:
+    """The installation lies on a filesystem that has just gone away."""
+    trap = tmp_path / "trap"
+    trap.mkdir()
+    place = Place.find(str(trap), only_roots=False)
+    device = raw_mount(place, "trap", is_shared=True, uid=0, gid=0)
+    os.set_blocking(device, True)
+    code = f"import os, runpy; 'CACHEXFS_STANDBY_FD' in os.environ and os.stat('{trap}/x')\n"
+    code += f"runpy.run_path('{DAEMON}', run_name='__main__')"
+    try:
+        os.write(device, minimal_init_reply(os.read(device, 1 << 20)))
+        mount.start("--standby", "--standby-after", "0.1", "--start-timeout", "2", daemon=(sys.executable, "-c", code))
+        wait_until(lambda: mount.phase() == "serving", "the mount serves")
+        wait_until(lambda: mount.status()["standby_pid"] != 0, "a standby")
+        while wire.u32(os.read(device, 1 << 20), wire.IN_PID_OFFSET) != mount.status()["standby_pid"]:
+            pass  # somebody else looks around in /tmp
+        # Taken and never answered: the standby does not listen to signals any more.
+        assert mount.ask("restart") == {"said": "restarting"}
+        (mount.point / "f").write_bytes(b"x")
+        wait_until(lambda: "not taken" in str(mount.status()["last_failure"]), "the upgrade is given up")
+        assert (mount.point / "f").read_bytes() == b"x"
+    finally:
+        os.close(device)
+        unmount(place, is_lazy=True)
+    assert mount.umount() == 0
+
+
+def test_a_full_disk_under_the_log_does_not_end_the_mount(mount: Mount, tmp_path: Path) -> None:
+    mount.log = Path("/dev/full")
+    mount.up()
+    mount.log = tmp_path / "nothing was logged"
+    (mount.point / "f").write_bytes(b"x")
+    mount.kill_daemon()
+    wait_until(lambda: mount.status()["restarts"] == 1 and mount.phase() == "serving", "the next daemon")
+    assert (mount.point / "f").read_bytes() == b"x"
     assert mount.umount() == 0
 
 

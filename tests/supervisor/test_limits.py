@@ -16,18 +16,19 @@ from pathlib import Path
 
 import pytest
 
-from cachexfs.supervisor import notifier, pump, wire
+from cachexfs.supervisor import notifier, pending, wire
 from cachexfs.supervisor.client import Supervisor
 from cachexfs.supervisor.control import Control
 from cachexfs.supervisor.lifecycle import EXIT_CANNOT_TELL
 from cachexfs.supervisor.messages import ENV_STANDBY_FD, HANDOVER, Message, pack_state
-from cachexfs.supervisor.mount import changeable_by_others
+from cachexfs.supervisor.mount import MountError, Place, changeable_by_others, unmount
+from cachexfs.supervisor.mount import mount as raw_mount
 from cachexfs.supervisor.notifier import Notifier
 from cachexfs.supervisor.passthrough import Backings
 from cachexfs.supervisor.pump import Pump
 from cachexfs.supervisor.session import BACKGROUND_MAX, Session
 
-from .conftest import DAEMON, Mount
+from .conftest import DAEMON, Mount, is_mounted
 
 NOBODY = 65534
 
@@ -79,9 +80,18 @@ def test_notifications_that_the_kernel_does_not_take_are_bounded_in_bytes() -> N
             os.close(writer)
 
 
+class Deaf:
+    """Nobody acts on what a daemon says."""
+
+    def daemon_ready(self) -> None: ...
+    def daemon_alive(self) -> None: ...
+    def daemon_stopping(self, code: int) -> None: ...
+    def daemon_draining(self) -> None: ...
+
+
 def test_a_flood_of_questions_lets_the_loop_go_on() -> None:
     ours, theirs = seqpacket()
-    control = Control(Backings(-1, frozenset()), lambda: None, lambda code: None, lambda: None)
+    control = Control(Backings(-1, frozenset()), Deaf())
     with ours, theirs, flood(theirs, Message(99).pack()):
         while not control.refused:
             assert control.drain(ours)
@@ -107,7 +117,7 @@ def test_requests_that_are_not_answered_stay_with_the_kernel(
     pumped: tuple[Pump, socket.socket, socket.socket, socket.socket], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one, kernel, daemon, _ = pumped
-    monkeypatch.setattr(pump, "PENDING_BYTES_MAX", 8 << 20)
+    monkeypatch.setattr(pending, "PENDING_BYTES_MAX", 8 << 20)
     unique = 0
 
     def offer() -> None:
@@ -121,15 +131,15 @@ def test_requests_that_are_not_answered_stay_with_the_kernel(
                 daemon.recv(1 << 20)
 
     offer()
-    assert one.pending_count == 5, "four are the limit, which the fifth passes"
+    assert len(one.pending) == 5, "four are the limit, which the fifth passes"
     offer()
-    assert one.pending_count == 5
-    for answered in one.pending_uniques()[:3]:
+    assert len(one.pending) == 5
+    for answered in list(one.pending)[:3]:
         daemon.send(wire.error_reply(answered))
     one.turn(0.1)
-    assert one.pending_count > 2, "the device is read again"
+    assert len(one.pending) > 2, "the device is read again"
     one.fail_everything()
-    assert one.pending_count == 0
+    assert len(one.pending) == 0
 
 
 def test_what_a_dead_daemon_left_behind_cannot_go_on_answering_for_it(
@@ -140,7 +150,7 @@ def test_what_a_dead_daemon_left_behind_cannot_go_on_answering_for_it(
         while not one.refused:
             one.turn(0.01)
         one.detach()
-    assert one.pending_count == 0
+    assert len(one.pending) == 0
 
 
 def test_a_daemon_asks_for_no_more_background_requests_than_an_unprivileged_one() -> None:
@@ -190,6 +200,32 @@ def test_a_way_that_others_can_change_is_found(ladder: Path, how: str) -> None:
     assert changeable_by_others(str(path)) == str(path if how == "link" else ladder / "a")
 
 
+def test_a_way_that_is_bent_after_the_look_leads_nowhere_else(ladder: Path) -> None:
+    place = Place.find(str(ladder / "a/b"), only_roots=True)
+    victim = ladder / "victim"
+    (victim / "b").mkdir(parents=True)
+    (ladder / "a").rename(ladder / "moved")
+    (ladder / "a").symlink_to(victim)
+    os.close(raw_mount(place, "test", is_shared=False, uid=0, gid=0))
+    try:
+        assert [is_mounted(path) for path in (ladder / "moved/b", victim / "b")] == [True, False]
+    finally:
+        assert unmount(place, is_lazy=True) == ""
+    assert not is_mounted(ladder / "moved/b")
+
+
+def test_a_dead_mount_is_not_taken_away_where_others_can_change_the_way(ladder: Path) -> None:
+    place = Place.find(str(ladder / "a/b"), only_roots=True)
+    os.close(raw_mount(place, "test", is_shared=False, uid=0, gid=0))
+    try:
+        os.chown(ladder / "a", NOBODY, NOBODY)
+        with pytest.raises(MountError, match="others than root can change"):
+            Place.find(str(ladder / "a/b"), only_roots=True)
+        assert is_mounted(ladder / "a/b")
+    finally:
+        assert unmount(place, is_lazy=True) == ""
+
+
 def test_the_supervisor_does_not_mount_for_a_user_where_that_user_can_move_the_mount(mount: Mount) -> None:
     if os.geteuid() != 0:
         pytest.skip("only root mounts for others")
@@ -209,7 +245,7 @@ def test_a_mount_that_is_given_before_it_is_asked_for_is_taken(monkeypatch: pyte
     """The daemon before died while this one, started ahead, was still at its imports."""
     ours, theirs = seqpacket()
     state = os.memfd_create("state")
-    os.write(state, pack_state(3, [], []))
+    os.write(state, pack_state(3, [], [], has_served=True))
     os.lseek(state, 0, os.SEEK_SET)
     pairs = [seqpacket() for _ in range(3)]
     fds = [pair[1].fileno() for pair in pairs] + [state]

@@ -2,13 +2,15 @@
 
 import mmap
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from cachexfs.supervisor import passthrough
 
-from .conftest import Mount, wait_until
+from .conftest import REPOSITORY, Mount, wait_until
 
 SIZE = 3 << 20
 WHY_NOT = "needs Linux 6.9 with CONFIG_FUSE_PASSTHROUGH, and root"
@@ -141,6 +143,15 @@ def test_probing_says_why_not(monkeypatch: pytest.MonkeyPatch, release: str, cap
     uname = os.uname_result(("Linux", "node", release, "#1", "x86_64"))
     monkeypatch.setattr(passthrough.os, "uname", lambda: uname)
     monkeypatch.setattr(passthrough, "has_sys_admin", lambda: caps)
+    monkeypatch.setattr(passthrough, "_INITIAL_USER_NAMESPACE", os.stat("/proc/self/ns/user").st_ino)
     said = passthrough.probe("auto")
     assert (why in said) if why else said == ""
     assert passthrough.probe("off") == "passthrough=off"
+
+
+def test_root_of_a_container_is_told_why_not() -> None:
+    """Its CAP_SYS_ADMIN is good for mounting, and the kernel refuses each backing file."""
+    code = "from cachexfs.supervisor.passthrough import probe; print(probe('auto'))"
+    command = ["unshare", "--user", "--map-root-user", sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=True)
+    assert "user namespace" in done.stdout

@@ -24,7 +24,6 @@ from cachexfs.supervisor.messages import (
     Message,
     Replayed,
     pack_state,
-    unpack,
     unpack_state,
 )
 from cachexfs.supervisor.passthrough import Backings, RefusedError
@@ -110,13 +109,15 @@ def test_one_file_has_one_backing_id_until_its_last_handle_ends(backings: Backin
     first = backings.register(1, fd)
     assert backings.register(2, fd) == first
     backings.opened(1)
-    backings.unregister(1)
-    assert backings.allows(1, os.O_RDWR) == 0, "no new opens"
-    assert len(backings) == 2, "but the open one is kept"
+    backings.unused(1)
+    assert len(backings) == 2, "it is open"
     backings.released(1)
     assert len(backings) == 1
     backings.daemon_gone()
     assert len(backings) == 0
+    backings.register(1, fd)
+    backings.unused(1)
+    assert len(backings) == 0, "offered, and the open went another way"
     assert backings.register(1, fd) != first
     os.close(fd)
 
@@ -134,12 +135,36 @@ def test_a_handle_that_is_open_keeps_its_file(backings: Backings, tmp_path: Path
 # -- messages ----------------------------------------------------------------------------------------------
 
 
+class Heard:
+    """What a daemon said and was acted upon."""
+
+    def __init__(self) -> None:
+        self.said: list[str] = []
+
+    def daemon_ready(self) -> None:
+        self.said.append("ready")
+
+    def daemon_alive(self) -> None:
+        self.said.append("alive")
+
+    def daemon_stopping(self, code: int) -> None:
+        self.said.append(f"stopping {code}")
+
+    def daemon_draining(self) -> None:
+        self.said.append("draining")
+
+
 @pytest.fixture
-def control(backings: Backings) -> Control:
-    return Control(backings, lambda: None, lambda code: None, lambda: None)
+def heard() -> Heard:
+    return Heard()
 
 
-def exchange(control: Control, raw: bytes, fds: list[int]) -> Message:
+@pytest.fixture
+def control(backings: Backings, heard: Heard) -> Control:
+    return Control(backings, heard)
+
+
+def say(control: Control, raw: bytes, fds: list[int]) -> None:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with ours, theirs:
         rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
@@ -147,8 +172,6 @@ def exchange(control: Control, raw: bytes, fds: list[int]) -> Message:
         before = set(os.listdir("/proc/self/fd"))
         assert control.on_readable(ours)
         assert set(os.listdir("/proc/self/fd")) == before, "descriptors that came along are closed"
-        theirs.setblocking(False)
-        return unpack(theirs.recv(100))
 
 
 @pytest.mark.parametrize(
@@ -158,36 +181,40 @@ def exchange(control: Control, raw: bytes, fds: list[int]) -> Message:
         (Message(Call.READY).pack() + b"x", 0),
         (b"\0" * MESSAGE_BYTES, 0),
         (Message(77).pack(), 0),
-        (Message(Call.READY, is_reply=True).pack(), 0),
-        (Message(Call.READY).pack()[:-1] + b"x", 0),
+        (b"x" + Message(Call.READY).pack()[1:], 0),
         (Message(Call.READY).pack(), 1),
-        (Message(Call.REGISTER, fh=3).pack(), 0),
-        (Message(Call.REGISTER, fh=3).pack(), 2),
-        (Message(Call.REGISTER, fh=3).pack(), 20),
         (Message(Call.OFFER, fh=3).pack(), 0),
+        (Message(Call.OFFER, fh=3).pack(), 2),
+        (Message(Call.OFFER, fh=3).pack(), 20),
     ],
 )
-def test_what_is_no_message_is_refused(control: Control, raw: bytes, fds: int) -> None:
+def test_what_is_no_message_is_refused(control: Control, heard: Heard, raw: bytes, fds: int) -> None:
     with open("/dev/null", "rb") as null:
-        answer = exchange(control, raw, [null.fileno()] * fds)
-    assert answer.is_reply
-    assert answer.value == -errno.EINVAL
+        say(control, raw, [null.fileno()] * fds)
+    assert heard.said == []
     assert control.refused == 1
 
 
-def test_a_refused_descriptor_is_answered_with_its_reason(control: Control) -> None:
+def test_what_a_daemon_says_is_acted_upon(control: Control, heard: Heard) -> None:
+    for message in (Message(Call.READY), Message(Call.ALIVE), Message(Call.STOPPING, 3), Message(Call.DRAINING)):
+        say(control, message.pack(), [])
+    assert heard.said == ["ready", "alive", "stopping 3", "draining"]
+    assert control.refused == 0
+
+
+def test_a_refused_descriptor_is_told_with_its_reason(control: Control) -> None:
     with open("/dev/null", "rb") as null:
-        answer = exchange(control, Message(Call.REGISTER, 5, fh=3).pack(), [null.fileno()])
-    assert (answer.sequence, answer.value) == (5, -errno.EINVAL)
+        say(control, Message(Call.OFFER, fh=3).pack(), [null.fileno()])
+    assert control.refused == 1
     assert "not a regular file" in control.last_refusal
 
 
 def test_state_files_round_trip_and_are_checked() -> None:
     replays = (Replayed(wire.RENAME, 4, 9, 1, b"a" * 255, 7, b"b"), Replayed(wire.READ, 6, 0, 2, b"", 0, b""))
     handles = (Handle(1 << 40, 3, os.O_RDWR, 2, False, True), Handle(3, 3, 0, 1, True, False))
-    raw = pack_state(3, replays, handles)
+    raw = pack_state(3, replays, handles, has_served=True)
     state = unpack_state(raw)
-    assert (state.life, state.replays, state.handles) == (3, replays, handles)
+    assert (state.life, state.has_served, state.replays, state.handles) == (3, True, replays, handles)
     for broken in (raw[:-1], raw + b"x", b"", struct.pack("<I", MAGIC + 1) + raw[4:]):
         with pytest.raises(MalformedError):
             unpack_state(broken)
@@ -305,6 +332,30 @@ def test_opens_of_one_inode_never_break_the_kernels_rules(backings: Backings, tm
 def test_a_reply_to_open_that_is_cut_short_fails_the_open(backings: Backings) -> None:
     request, reply = open_pair(3, 0)
     assert session(backings).replied(request, reply[:20]) == errno.EIO
+
+
+def create_pair(node: int, mode: int, size: int = 0) -> tuple[bytes, memoryview]:
+    request = wire.IN_HEADER.pack(58, wire.CREATE, 8, 1, 0, 0, 0, 0, 0) + wire.CREATE_IN.pack(os.O_RDWR, 0o644, 0, 0)
+    entry = bytearray(wire.ENTRY_OUT_BYTES)
+    struct.pack_into("<Q", entry, 0, node)
+    struct.pack_into("<QQ", entry, 40, node, size)  # fuse_attr: ino, size
+    struct.pack_into("<I", entry, 100, mode)
+    body = bytes(entry) + wire.OPEN_OUT.pack(3, 0, 0)
+    return request + b"f\0", memoryview(bytearray(wire.OUT_HEADER.pack(16 + len(body), 0, 8) + body))
+
+
+@pytest.mark.parametrize(
+    ("node", "mode", "size"), [(0, 0o100644, 0), (1, 0o100644, 0), (5, 0o40755, 0), (5, 0o100644, -1)]
+)
+def test_a_created_file_that_the_kernel_would_not_take_leaves_no_handle(
+    backings: Backings, node: int, mode: int, size: int
+) -> None:
+    """It fails the call and sends no RELEASE."""
+    one = session(backings)
+    assert one.replied(*create_pair(node, mode, size % (1 << 64))) == errno.EIO
+    assert one.handle_count == 0
+    assert one.replied(*create_pair(5, 0o100644)) == 0
+    assert one.handle_count == 1
 
 
 def test_garbage_from_a_daemon_harms_nobody(mount: Mount) -> None:
