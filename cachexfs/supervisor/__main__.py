@@ -139,6 +139,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (mount.MountError, privileges.PrivilegeError, OSError) as error:
         log(str(error))
         return EXIT_CANNOT_TELL
+    supervisor = None
     try:
         if user is not None:
             privileges.become(*user)
@@ -157,13 +158,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
             standby_after_s=max(0.0, args.standby_after) if args.standby else None,
             spin_s=max(0.0, args.spin_us * 1e-6) if len(os.sched_getaffinity(0)) > 1 else 0.0,
         )
-        code = Supervisor(plan, os.environ).run()
-        if release is not None and code == EXIT_DONE:
-            mount.unmount(release, is_lazy=True)
-        return code
-    except BaseException:
-        mount.unmount(place, is_lazy=True)
+        supervisor = Supervisor(plan, os.environ)
+        code = supervisor.run()
+    except BaseException as error:
+        if supervisor is None or not supervisor.has_served:  # else a dead mount is better than one that looks empty
+            mount.unmount(place, is_lazy=True)
+        if supervisor is None and isinstance(error, (OSError, privileges.PrivilegeError)):
+            log(str(error))
+            return EXIT_CANNOT_TELL
         raise
+    if release is not None and code == EXIT_DONE:
+        mount.unmount(release, is_lazy=True)
+    return code
 
 
 if __name__ == "__main__":

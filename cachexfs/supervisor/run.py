@@ -59,6 +59,11 @@ class Supervisor:
             "stop": self._does_not_finish,
         }
 
+    @property
+    def has_served(self) -> bool:
+        """Whether applications may rely on the mount."""
+        return self._life.has_served
+
     # -- the loop ---------------------------------------------------------------------------------------
 
     def run(self) -> int:

@@ -10,10 +10,13 @@ import json
 import os
 import select
 import socket
+import time
 from collections.abc import Callable
 
 _CLIENTS_MAX = 16
 _COMMAND_BYTES_MAX = 8192
+#: How long the supervisor of an earlier mount may take for its end, and how often it is looked at. Seconds.
+_EARLIER_S_MAX, _POLL_S = 10.0, 0.05
 
 
 class StatusSocket:
@@ -77,25 +80,35 @@ class StatusSocket:
         for fd in list(self._clients):
             self._forget(fd)
         if self._listener is not None and self._path is not None:
-            self._listener.close()
+            # The name first: once nobody listens behind it, the next supervisor takes it for itself.
             try:
                 os.unlink(self._path)
             except FileNotFoundError:
                 pass
+            self._listener.close()
 
 
 def _remove_dead(path: str) -> None:
-    """Remove the socket of a supervisor that died; ``FileExistsError`` when one lives behind it."""
-    if not os.path.exists(path):
-        return
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-        probe.settimeout(1.0)
-        try:
-            probe.connect(path)
-        except ConnectionRefusedError:
-            os.unlink(path)
-            return
-    raise FileExistsError(f"the supervisor of an earlier mount still listens on {path}: it ends once its daemon has")
+    """Remove the socket of a supervisor that died; ``FileExistsError`` when one lives behind it and does not end.
+
+    That of an earlier mount may be at its last steps, its daemon gone.
+    """
+    until = time.monotonic() + _EARLIER_S_MAX
+    while os.path.exists(path):
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+            probe.settimeout(1.0)
+            try:
+                probe.connect(path)
+            except FileNotFoundError:
+                return
+            except ConnectionRefusedError:
+                os.unlink(path)
+                return
+        if time.monotonic() > until:
+            raise FileExistsError(
+                f"the supervisor of an earlier mount still listens on {path}: it ends once its daemon has"
+            )
+        time.sleep(_POLL_S)
 
 
 def ask(path: str, command: str, *, timeout_s: float = 5.0) -> dict[str, object]:

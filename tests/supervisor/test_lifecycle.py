@@ -272,6 +272,39 @@ def test_a_dead_mount_is_replaced(mount: Mount) -> None:
     assert not is_mounted(mount.point)
 
 
+def test_a_supervisor_that_fails_leaves_a_dead_mount_and_no_empty_one(mount: Mount) -> None:
+    code = (
+        "import sys; from cachexfs.supervisor import run\n"
+        "run.Supervisor.stop = lambda self: 1 / 0\n"
+        "from cachexfs.supervisor.__main__ import main; sys.exit(main(sys.argv[1:]))"
+    )
+    options = [
+        "--mountpoint",
+        str(mount.point),
+        "--status-socket",
+        str(mount.socket),
+        "--",
+        sys.executable,
+        str(DAEMON),
+    ]
+    with mount.log.open("ab") as log:
+        mount.process = subprocess.Popen(
+            [sys.executable, "-c", code, *options],
+            cwd=DAEMON.parents[2], env={**os.environ, "PLAIN_ROOT": str(mount.root)}, stderr=log,
+        )  # fmt: skip
+    wait_until(lambda: mount.phase() == "serving", "serves")
+    (mount.point / "f").write_bytes(b"kept")
+    daemon = mount.daemon_pid()
+    mount.process.send_signal(signal.SIGTERM)
+    assert mount.wait() == 1
+    with pytest.raises(OSError, match=os.strerror(errno.ENOTCONN)):
+        os.listdir(mount.point)
+    wait_until(lambda: not os.path.exists(f"/proc/{daemon}"), "the daemon ends without its supervisor")
+    mount.up()
+    assert (mount.point / "f").read_bytes() == b"kept"
+    assert mount.umount() == 0
+
+
 def test_sighup_swaps_the_daemon(mount: Mount) -> None:
     mount.up()
     assert mount.process is not None

@@ -27,6 +27,7 @@ from cachexfs.supervisor.notifier import Notifier
 from cachexfs.supervisor.passthrough import Backings
 from cachexfs.supervisor.pump import Pump
 from cachexfs.supervisor.session import BACKGROUND_MAX, Session
+from cachexfs.supervisor.status import StatusSocket
 
 from .conftest import DAEMON, Mount, is_mounted
 
@@ -151,6 +152,19 @@ def test_what_a_dead_daemon_left_behind_cannot_go_on_answering_for_it(
             one.turn(0.01)
         one.detach()
     assert len(one.pending) == 0
+
+
+def test_a_supervisor_waits_for_the_last_steps_of_an_earlier_one(tmp_path: Path) -> None:
+    path = str(tmp_path / "status")
+    with contextlib.closing(select.epoll()) as epoll:
+        earlier = StatusSocket(path, epoll, lambda command: {})
+        timer = threading.Timer(0.2, earlier.close)
+        timer.start()
+        later = StatusSocket(path, epoll, lambda command: {})
+        timer.join()
+        assert os.path.exists(path)
+        later.close()
+        assert not os.path.exists(path)
 
 
 def test_a_daemon_asks_for_no_more_background_requests_than_an_unprivileged_one() -> None:
