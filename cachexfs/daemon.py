@@ -23,7 +23,7 @@ from typing import Any
 import msgspec
 import trio
 
-from cachexfs import fuse_mount, tmpfs
+from cachexfs import fuse_mount, succession, tmpfs
 from cachexfs.adapters.catalogue_builtin import BuiltinCatalogue
 from cachexfs.adapters.catalogue_etcd import EtcdCatalogue
 from cachexfs.adapters.clock import ReferenceClock
@@ -76,8 +76,8 @@ class Daemon:
         self._answer = answer
         self.clock = ReferenceClock()
         self.supervisor = Supervisor.from_environ()
-        self._goes_on = self.supervisor is not None and self.supervisor.state.has_served
-        directory = tmpfs.staging_directory(options) if self._goes_on else tmpfs.prepare(options)
+        follows = succession.is_one(self.supervisor)
+        directory = tmpfs.staging_directory(options) if follows else tmpfs.prepare(options)
         self.staging = Staging(directory, options.memory, options.spill_directory)
         self.etcd: EtcdServer | None = None
         self._needed_by: list[str] = []  # nodes that were still there when this one left
@@ -89,8 +89,7 @@ class Daemon:
     # ---- start
     async def run(self) -> int:
         """Mount, serve, unmount; returns the exit code."""
-        if self._goes_on:
-            self._check_staging()
+        succession.check(self.staging.directory, self.options, self.supervisor)
         self.staging.open()
         fresh = not self.staging.stages() and not (self.staging.directory / tmpfs.PFS_TOKEN).exists()
         try:
@@ -99,16 +98,6 @@ class Daemon:
             if fresh and not self._has_answered:
                 self._undo_start()
             raise
-
-    def _check_staging(self) -> None:
-        """Applications have files of this mount open: to begin anew would look as if all had been deleted."""
-        assert self.supervisor is not None
-        token = self.staging.directory / tmpfs.MOUNT_TOKEN
-        if not token.exists() or token.read_text() != self.supervisor.mount_id:
-            raise CannotTellError(
-                f"the staging directory {self.staging.directory} is not what this mount has used: it was unmounted, "
-                f"emptied or replaced; bring it back, then 'cachexfs restart {self.options.mountpoint}'"
-            )
 
     def _answers(self) -> None:
         self._has_answered = True
@@ -134,11 +123,8 @@ class Daemon:
             await self._start_pfs(services, node)
             store = await self._start_replicas(node)
             self._is_new = catalogue.view.inode(ROOT_FID) is None
-            if self._is_new and self._goes_on:
-                raise CannotTellError(
-                    "the catalogue that this mount has used is gone; bring it back, then 'cachexfs restart "
-                    f"{self.options.mountpoint}', or umount, and 'cachexfs mount' keeps what is staged without its name"
-                )
+            if self._is_new and succession.is_one(self.supervisor):
+                raise succession.catalogue_is_gone(self.options)
             await self._register(node, catalogue)
             parts = self._build(node, catalogue)
             if store is not None:
@@ -149,8 +135,7 @@ class Daemon:
             load(parts)
             for task in self._tasks(node, parts):
                 services.start_soon(task)
-            if self.supervisor is not None and not self._goes_on:
-                (self.staging.directory / tmpfs.MOUNT_TOKEN).write_text(self.supervisor.mount_id)
+            succession.leave_token(self.staging.directory, self.supervisor)
             await self.serving.serve(services, parts, self._control(parts))
             await self._depart(catalogue)
             services.cancel_scope.cancel()

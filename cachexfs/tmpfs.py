@@ -15,7 +15,6 @@ from cachexfs.config import MountOptions
 from cachexfs.errors import UsageError
 
 HEADROOM_BYTES = 64 << 20
-MOUNT_TOKEN = "mount-id"  # the same, which mount behind a supervisor uses it
 PFS_TOKEN = "pfs-id"  # in the staging directory: which PFS directory it belongs to; there while it is in use
 
 

@@ -23,6 +23,7 @@ from cachexfs.errors import UsageError
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 SPILL_RESERVE_BYTES = 256 << 20  # left free on NVMe for replicas, manifests and the catalogue's log
+LOCK = "lock"
 ORPHANS = "orphans"
 ORPHAN_SUFFIX = ".orphan"
 
@@ -55,7 +56,7 @@ class Staging:
         """Make or adopt the directory. Raises ``UsageError`` when another daemon uses it or it cannot be used."""
         try:
             self._files.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._lock_fd = os.open(self.directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            self._lock_fd = os.open(self.directory / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as error:
             raise UsageError(
                 f"staging directory {self.directory}: {error.strerror}; choose another with -o staging=DIR"

@@ -162,7 +162,7 @@ def _connect(entry: Entry, silence_s: float) -> socket.socket:
             connection.connect(entry.socket)
         except (ConnectionRefusedError, FileNotFoundError):
             connection.close()
-            if time.monotonic() > deadline_s or not is_supervised(entry):
+            if time.monotonic() > deadline_s or not is_supervised(entry) or _given_up(entry):
                 raise dead(entry.mountpoint, entry) from None
             time.sleep(RETRY_S)
         except OSError as error:

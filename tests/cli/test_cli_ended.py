@@ -1,8 +1,12 @@
 """A daemon that ends while it is asked."""
 
+import json
 import socket
 import subprocess
+import threading
 from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
 
 import pytest
 from cli_support import FakeDaemon, Run
@@ -51,6 +55,32 @@ def test_what_changes_something_is_not_asked_twice(daemon: FakeDaemon) -> None:
     with pytest.raises(client.EndedError):
         client.ask_raw(entry_of(daemon), {"op": "umount"})
     assert len(daemon.asked) == 1
+
+
+def test_a_mount_that_no_daemon_can_serve_says_why(daemon: FakeDaemon, run: Run) -> None:
+    entry = entry_of(daemon)
+    daemon.stop()
+    said = {"phase": "failed", "last_failure": "daemon 7 ended with exit code 4"}
+    Path(entry.socket).with_suffix(".answer").write_text(json.dumps({"ok": False, "error": "its staging is gone"}))
+
+    def answer(server: socket.socket) -> None:
+        with suppress(OSError):
+            while True:
+                with server.accept()[0] as connection:
+                    if connection.recv(100):
+                        connection.sendall(json.dumps(said).encode())
+
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as server:
+        server.bind(client.supervisor_socket(entry))
+        server.listen()
+        thread = threading.Thread(target=answer, args=(server,))
+        thread.start()
+        ended = run("status", daemon.mountpoint)
+        server.shutdown(socket.SHUT_RDWR)
+        thread.join()
+    assert ended.code == 4
+    assert "every request gets EIO: daemon 7 ended with exit code 4: its staging is gone" in ended.err
+    assert f"cachexfs restart {daemon.mountpoint}" in ended.err
 
 
 def test_an_earlier_daemon_that_ends_when_it_is_asked_is_not_in_the_way(daemon: FakeDaemon) -> None:

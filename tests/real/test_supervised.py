@@ -23,6 +23,7 @@ from cachexfs.demo.control import xattr
 
 FILES = 40
 F_OFD_SETLK, IN_CREATE = 37, 0x100
+SYS_PIDFD_GETFD = 438
 
 
 @pytest.mark.parametrize("nodes", [1, 3])
@@ -294,3 +295,31 @@ def test_locks_and_watches_outlive_the_daemon(make_cluster: Callable[..., LocalC
     for fd in fds[2:]:
         os.close(fd)
     cluster.umount()
+
+
+def test_a_daemon_that_hangs_in_the_kernel_does_not_keep_its_locks_from_the_next(
+    make_cluster: Callable[..., LocalCluster],
+) -> None:
+    """Killed, it still has them. Here another process has its descriptors."""
+    cluster = make_cluster(1, {"supervisor": "on"})
+    mount, staging = cluster.nodes[0].mountpoint, cluster.nodes[0].staging
+    (mount / "f").write_bytes(b"kept")
+    old = cluster.status(0).pid
+    kept = descriptors_of(old, {str(staging / name) for name in ("lock", "catalogue.lock")})
+    assert len(kept) == 2
+    cluster.kill_daemon(0)
+    assert (mount / "f").read_bytes() == b"kept"
+    until("another daemon answers", lambda: cluster.answers(0) and cluster.status(0).pid != old)
+    for fd in kept:
+        os.close(fd)
+    cluster.umount()
+
+
+def descriptors_of(pid: int, paths: set[str]) -> list[int]:
+    """Duplicates of another process's descriptors of these files: what it has locked stays locked with them."""
+    pidfd = os.pidfd_open(pid)
+    libc = ctypes.CDLL(None, use_errno=True)
+    numbers = [int(name) for name in os.listdir(f"/proc/{pid}/fd") if os.readlink(f"/proc/{pid}/fd/{name}") in paths]
+    found = [libc.syscall(SYS_PIDFD_GETFD, pidfd, number, 0) for number in numbers]
+    os.close(pidfd)
+    return found
