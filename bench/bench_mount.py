@@ -171,7 +171,7 @@ def supervisor(report: Report, root: Path, size: int, rounds: int) -> None:
         report.ratio("handler write, with supervisor", "GB/s", ours, theirs, "without", 0.75)
         report.ratio("handler write, without supervisor", "GB/s", theirs, memory_only, "fresh file, 4 KiB pages", 0.9)
         report.ratio("handler write, without supervisor", "GB/s", theirs, ceiling, "a mount that discards", 0.5)
-        ours, theirs = alternate(rounds, small_side(place), small_side(bare))
+        ours, theirs = alternate(rounds, *(small_side(side.directory, ready) for side in (place, bare)))
         report.ratio("create, 4 KiB, close, with supervisor", "files/s", ours, theirs, "without", 0.5, note="aim 0.8")
 
 
@@ -237,14 +237,13 @@ def spread(report: Report, root: Path, size: int, rounds: int) -> None:
             report.at_most(f"{way}, CV of their times", "", cv(mine), cv(base), "tmpfs", 1.0)
 
 
-def small_side(place: Place | Path) -> Callable[[int], float]:
+def small_side(directory: Path, ready: Callable[[int], None]) -> Callable[[int], float]:
     """A side that creates, writes 4 KiB and closes; files per second."""
 
     def run(turn: int) -> float:
-        where = (place if isinstance(place, Path) else place.directory) / f"small{turn}"
+        where = directory / f"small{turn}"
         where.mkdir()
-        if isinstance(place, Place):
-            place.settle()
+        ready(0)
         began = time.perf_counter()
         for i in range(SMALL_FILES):
             fd = os.open(where / f"{i}", os.O_CREAT | os.O_WRONLY)
@@ -260,7 +259,7 @@ def small(report: Report, root: Path, size: int, rounds: int) -> None:
     for mode in ("off", "auto"):
         way = "handler" if mode == "off" else "passthrough"
         with alone(root / f"m{mode}", 1 << 30, passthrough=mode) as place, tmpfs(1 << 30) as plain:
-            ours, theirs = alternate(rounds, small_side(place), small_side(plain))
+            ours, theirs = alternate(rounds, *(small_side(where, place.settle) for where in (place.directory, plain)))
             bound = 600.0 if mode == "off" else None
             report.absolute(f"create, 4 KiB, close, {way}", "files/s", statistics.median(ours), bound)
             report.ratio(f"create, 4 KiB, close, {way}", "files/s", ours, theirs, "tmpfs")
