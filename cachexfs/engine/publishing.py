@@ -182,8 +182,8 @@ class Publishing:
         Where they were told before, one writer may have been in the middle of a write when another one closed: its
         bytes may have come after the look at them, and its stamp before.
         """
-        if vnode.content.size > DIGEST_AT_ONCE_BYTES_MAX:
-            await self.node.foreground.pause()
+        if vnode.content.size > DIGEST_AT_ONCE_BYTES_MAX and not self.node.replica_count:
+            await self.node.foreground.pause()  # with partners, the replica waits for them
         content = vnode.content
         if vnode.passed or vnode.dirty or vnode.removed or not content.size or vnode.fd < 0:
             return
