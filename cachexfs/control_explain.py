@@ -158,6 +158,6 @@ def _last(checkpoint: Checkpoint) -> str:
     return os.fsdecode(checkpoint.path).rpartition("/")[2]
 
 
-def _newest(checkpoint: Checkpoint) -> tuple[int, float, bytes]:
+def _newest(checkpoint: Checkpoint) -> tuple[int, int, bytes]:
     step = step_of(_last(checkpoint))
-    return (-1 if step is None else step, checkpoint.first_s, checkpoint.path)
+    return (-1 if step is None else step, checkpoint.committed_ns, checkpoint.path)

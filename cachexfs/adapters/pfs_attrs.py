@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import stat
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from cachexfs.adapters.pfs_dir import kind_of
@@ -54,7 +55,9 @@ def row_of(found: os.stat_result, target: bytes = b"") -> StatRow:
 def set_attrs(name: bytes, dir_fd: int, attrs: Attrs, *, keep: int = 0) -> bool:
     """Owner, mode, times of ``name`` in ``dir_fd``, where they differ; returns whether anything did.
 
-    Never follows a symlink; of a symlink owner and times only. EPERM of chown is ignored unless we are root.
+    Never follows a symlink; of a symlink owner and times only. EPERM is ignored where the file belongs to another, such
+    as a project's directory that the group may write to, or for root where it is squashed: as without us, its mode is
+    its owner's to set, and its mtime moves. EPERM of chown is ignored.
     ``keep`` are mode bits that stay set.
     """
     fd = os.open(name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=dir_fd)
@@ -74,15 +77,27 @@ def set_attrs_of(fd: int, found: os.stat_result, attrs: Attrs, *, keep: int = 0)
     mode = stat.S_IMODE(attrs.mode) | keep
     # chown clears the set-id bits, so the mode comes after it.
     if not stat.S_ISLNK(found.st_mode) and (changed or mode != stat.S_IMODE(found.st_mode)):
-        os.chmod(this, mode)
-        changed = True
+        with _only_of_the_owner(found):
+            os.chmod(this, mode)
+            changed = True
     times = (found.st_atime_ns, found.st_mtime_ns)
     if (attrs.atime_ns, attrs.mtime_ns) != times:
-        os.utime(this, ns=(attrs.atime_ns, attrs.mtime_ns))
+        with _only_of_the_owner(found):
+            os.utime(this, ns=(attrs.atime_ns, attrs.mtime_ns))
         if not changed:
             after = os.fstat(fd)  # a filesystem with whole seconds never gets nearer: that is no change
             changed = (after.st_atime_ns, after.st_mtime_ns) != times
     return changed
+
+
+@contextlib.contextmanager
+def _only_of_the_owner(found: os.stat_result) -> Iterator[None]:
+    """EPERM of the body is an error only where the file is ours."""
+    try:
+        yield
+    except PermissionError:
+        if found.st_uid == os.geteuid():
+            raise
 
 
 def _chown(path: str, uid: int, gid: int) -> bool:

@@ -7,13 +7,14 @@ whole. What is found wrong with the others is returned: an unreadable candidate 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import stat
 from dataclasses import dataclass, field
 
 from cachexfs.cli.protocol import Latest
 from cachexfs.core import witnesses
-from cachexfs.core.commitfiles import is_unfinished_marker, step_of, unfinished_target
+from cachexfs.core.commitfiles import is_pointer_name, is_unfinished_marker, step_of, unfinished_target
 from cachexfs.core.formats import (
     Members,
     commit_names,
@@ -107,8 +108,9 @@ class _Verdicts:
 def newest(directory: str, below: int | None) -> Latest:
     """The newest whole checkpoint in ``directory`` (absolute path) with a step smaller than ``below``.
 
-    Checkpoints without a step count as older than all others. Raises ``CannotTellError`` when the directory cannot be
-    listed; a directory that does not exist may be a PFS that is not mounted, and is no "no".
+    Checkpoints without a step count as older than all others; of equal steps the last committed wins. Raises
+    ``CannotTellError`` when the directory cannot be listed; a directory that does not exist may be a PFS that is not
+    mounted, and is no "no".
     """
     base = os.fsencode(directory)
     _make_sure(base)
@@ -197,6 +199,15 @@ class _Tree:
         name = os.path.basename(path or self._base)
         return outline.parts(name, self.listing, path, commit_names)
 
+    def committed_ns(self, path: bytes) -> int:
+        """The mtime of the newest commit file of the checkpoint at ``path``; 0 when there is none that can be seen."""
+        own = [name for name in commit_names(self.listing(path)[0]) if not is_pointer_name(name)]
+        found = 0
+        for name in own or self.sets(path):
+            with contextlib.suppress(OSError):
+                found = max(found, os.stat(os.path.join(self._base, path, name)).st_mtime_ns)
+        return found
+
     def strange(self) -> list[bytes]:
         """Files with content in what was listed that may be checkpoints of a kind that is not known."""
         paths = [os.path.join(path, name) for path, (files, _) in self._known.items() for name in files]
@@ -210,14 +221,17 @@ class _Tree:
 
 
 def _candidates(base: bytes, tree: _Tree, below: int | None) -> list[bytes]:
-    """Paths of directories that are checkpoints, largest step first, those without a step last."""
+    """Paths of directories that are checkpoints, largest step first, those without a step last.
+
+    Of equal ones the last committed first, by the mtime of the commit file: as the mount says.
+    """
     rows = []
     for path in outline.checkpoints(os.path.basename(base), tree.listing, commit_names):
         tree.found = True
         step = step_of(os.fsdecode(os.path.basename(path or base)))
         if below is None or (step is not None and step < below):
-            rows.append((-1 if step is None else step, path))
-    return [path for _, path in sorted(rows, reverse=True)]
+            rows.append((-1 if step is None else step, tree.committed_ns(path), path))
+    return [path for *_, path in sorted(rows, reverse=True)]
 
 
 def _is_whole(base: bytes, name: bytes, commits: list[bytes], verdicts: _Verdicts) -> bool:

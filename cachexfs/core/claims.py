@@ -14,10 +14,10 @@ from enum import Enum
 
 import msgspec
 
-from cachexfs.core.changes import Ctx, issue, join, path_of
+from cachexfs.core.changes import Ctx, issue, issue_dirattr, join, path_of
 from cachexfs.core.commitfiles import is_commit_name
 from cachexfs.core.order import PendingOrder, lands_at, parent_of, paths_of
-from cachexfs.core.records import Op, OpKind
+from cachexfs.core.records import Op, OpKind, inode_key
 from cachexfs.core.replica import Replica
 from cachexfs.core.transaction import Tx
 
@@ -28,7 +28,7 @@ _NEXT = (OpKind.PUT, OpKind.RENAME, OpKind.LINK, OpKind.UNLINK, OpKind.SYMLINK, 
 def withdraw_commits(
     tx: Tx, ctx: Ctx, parent: int, above: bytes, name: bytes, *, hold: bool, torn: bool = False
 ) -> bool:
-    """Before a member changes or goes: take the commit files that name it off the PFS.
+    """Before a member changes or goes: take the commit files that name it off the PFS, and note that they are stale.
 
     ``hold``: not before the next commit file is ready. ``torn``: what those that have still to land need is not there
     any more, so they must not be seen there at all. They stay in the mount; ``restartable`` there follows from
@@ -58,12 +58,15 @@ def withdraw_commits(
         listed = [ctx.members_of(entry.fid, gen) for gen in gens]
         if not any(members is None or name in members for members in listed):
             continue
+        if not inode.stale:
+            tx.put(inode_key(entry.fid), msgspec.structs.replace(inode, stale=True))
         claimed = claimed or landing
         for key, op in tx.ops_of(entry.fid) if torn else ():
             if op.kind in _LANDS and lands_at(op) == path:
                 tx.put(key, msgspec.structs.replace(op, cancelled=True))
         if visible:
             issue(tx, ctx, Op(OpKind.WITHDRAW, path, ctx.node, fid=entry.fid, gen=inode.gen, held=hold))
+            issue_dirattr(tx, ctx, parent)
         elif pending and not hold:
             release(tx, pending)
     return claimed
@@ -103,6 +106,7 @@ def restore(tx: Tx, ctx: Ctx, fid: int) -> None:
     path = path_of(tx, fid)
     op = Op(OpKind.RESTORE, path, ctx.node, fid=fid, gen=inode.gen, commit=True, below=parent_of(path))
     issue(tx, ctx, op)
+    issue_dirattr(tx, ctx, tx.names_of(fid)[0][0])
 
 
 class Successor(Enum):

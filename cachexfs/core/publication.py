@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 import msgspec
 
-from cachexfs.core.changes import EMPTY_DIGEST, Ctx, issue, join, path_of
+from cachexfs.core.changes import EMPTY_DIGEST, Ctx, issue, issue_dirattr, join, path_of
 from cachexfs.core.claims import withdraw_commits
 from cachexfs.core.commitfiles import is_commit_name, is_pointer_name
 from cachexfs.core.order import parent_of
@@ -76,6 +76,7 @@ def publish(tx: Tx, ctx: Ctx, fid: int, base_gen: int, content: Content) -> Gene
         t_pfs_s=0.0,
         error="",
         route=content.route,
+        stale=False,
     )
     tx.put(inode_key(fid), new)
     generation = Generation(gen, content.size, content.digest, content.tree, content.stage, ctx.node, conflict=conflict)
@@ -98,8 +99,11 @@ def _issue_put(tx: Tx, ctx: Ctx, fid: int, path: bytes, gen: int, content: Conte
         tree=content.tree,
     )  # fmt: skip
     issue(tx, ctx, op)
-    for parent, other in tx.names_of(fid)[1:]:  # what lands is a new file there: its further names follow
+    (first, _), *others = tx.names_of(fid)
+    issue_dirattr(tx, ctx, first)  # what lands moves a directory's mtime on the PFS, not on the mount
+    for parent, other in others:  # what lands is a new file there: its further names follow
         above = path_of(tx, parent)
+        issue_dirattr(tx, ctx, parent)
         commit = is_commit_name(other)
         op = Op(
             OpKind.LINK, path, ctx.node, fid=fid, path2=join(above, other), commit=commit,
@@ -112,7 +116,8 @@ def complete(tx: Tx, fid: int, content: Generation, digest: bytes, tree: bytes) 
     """Digests of a generation that was published before they were known."""
     now = tx.generation(fid)
     if now is not None and now.gen == content.gen and now.stage == content.stage and not now.tree:
-        tx.put(generation_key(fid), msgspec.structs.replace(now, digest=digest, tree=tree))
+        told = msgspec.structs.replace(now, digest=digest, tree=tree, published=tx.view.published_at(fid))
+        tx.put(generation_key(fid), told)
         for key, op in tx.ops_of(fid):
             if op.kind == OpKind.PUT and op.gen == now.gen:
                 tx.put(key, msgspec.structs.replace(op, tree=tree))

@@ -104,6 +104,9 @@ class Inode(Record, frozen=True, tag="i"):
     retired: int = 0  # the generation whose fast copies were given up because it is on the PFS
     route: str = ""  # of a file's generation; of a directory what was decided for what begins in it: see ``routes``
     routed_s: float = 0.0  # when that was decided
+    stale: bool = (
+        False  # a commit file that lists its members: one of them has been replaced or removed since it was written
+    )
 
 
 class Generation(Record, frozen=True, tag="g"):
@@ -119,6 +122,7 @@ class Generation(Record, frozen=True, tag="g"):
     origin: str
     open: bool = False
     conflict: str = ""  # the node whose generation this one replaced without having seen it
+    published: int = 0  # the revision of its publication, where this record has been changed since (digests came later)
 
 
 class DirTimes(Record, frozen=True, tag="t"):

@@ -125,7 +125,9 @@ class Replica:
     def published_at(self, fid: int) -> int:
         """Revision at which the current generation was published, 0 without one."""
         found = self._entries.get(generation_key(fid))
-        return found.modified if found else 0
+        if found is None:
+            return 0
+        return (found.record.published if isinstance(found.record, Generation) else 0) or found.modified
 
     def dir_times(self, fid: int) -> DirTimes | None:
         """Times of a directory."""

@@ -37,6 +37,7 @@ PATIENCE_S = 5.0  # of an application that asks for an attribute
 BEING_WRITTEN = "is being written"
 UNREADABLE = "cannot be read"  # by what it holds
 UNREADABLE_NOW = "cannot be read now"  # by who holds it
+DATED_BACK_NS = 1_000_000_000  # between the mtime and the publication of a copy that kept it; a clock may step a little
 LATER_S = 30.0  # before what could not be read is tried again
 
 
@@ -69,6 +70,7 @@ class Checkpoint:
     t_partner_s: float = 0.0
     t_pfs_s: float = 0.0
     first_s: float = 0.0
+    committed_ns: int = 0  # the mtime of its newest commit file: on the mount as on the PFS, before as after a restart
     holders: tuple[str, ...] = ()
     error: str = ""
     needs: Mapping[Name, int] = field(default_factory=dict)  # file ids of what it needs, as far as it is there
@@ -178,6 +180,7 @@ class Completeness:
         if marker := self._unfinished(fid):
             result.missing.append(Piece(marker, "", "marks it as unfinished"))
         tree = {path: (child, inode) for path, child, inode in self.walk(fid)}
+        result.committed_ns = max((tree[commit][1].mtime_ns for _, commit in found if commit in tree), default=0)
         absent = [commit for _, commit in found if commit not in tree]
         if absent:  # its shards are there: it is being saved, or was
             result.missing += [Piece(commit, "", "absent: not saved yet") for commit in absent]
@@ -200,7 +203,7 @@ class Completeness:
     def _judge(
         self, result: Checkpoint, tree: dict[bytes, tuple[int, Inode]], members: Members, needed: set[bytes]
     ) -> None:
-        node, view = self.node, self.node.catalogue.view
+        node = self.node
         if members.incomplete_reason:
             result.missing.append(Piece(members.commit, self._origin(tree, members.commit), members.incomplete_reason))
         sizes = {path: inode.size for path, (_, inode) in tree.items()}
@@ -208,6 +211,7 @@ class Completeness:
             result.missing.append(Piece(lack.name, self._origin(tree, lack.name), lack.reason))
         absent = {piece.name for piece in result.missing}
         commits = {name for name in needed if name.endswith(b".metadata") and name in tree}
+        copies: dict[bytes, bool] = {}  # by commit file, where something is newer than it
         worst: Boundary | None = None
         count_pfs = node.pfs is not None and node.pfs.state == "ok" and not node.options.offline
         for name in sorted(needed - absent):
@@ -218,18 +222,52 @@ class Completeness:
             if inode.writing or (vnode is not None and vnode.dirty):
                 result.missing.append(Piece(name, inode.writing or node.name, BEING_WRITTEN))
                 continue
-            generation = view.generation(fid)
-            foreign = generation is not None and generation.origin
-            after = outline.covering(name, commits) if foreign else None
-            if after is not None and view.published_at(fid) > view.published_at(tree[after][0]):
-                result.missing.append(Piece(name, inode.origin, f"is newer than {_shown(after)}"))
-                continue
+            after = outline.covering(name, commits)
+            if after is not None and self._is_newer(tree, name, after) and not self._is_first(tree, name, after):
+                if after not in copies:
+                    covered = [m for m in needed if m in tree and outline.covering(m, commits) == after]
+                    copies[after] = self._is_copy(tree, covered, after)
+                if not copies[after]:
+                    result.missing.append(Piece(name, inode.origin, f"is newer than {_shown(after)}"))
+                    continue
             boundary = node.boundary(fid, inode, count_pfs=count_pfs)
             if boundary == Boundary.LOST:
                 result.missing.append(Piece(name, inode.origin, self._why_lost(fid, inode)))
                 continue
             worst = boundary if worst is None else min(worst, boundary)
         result.restartable = worst if not result.missing else None
+
+    def _is_newer(self, tree: dict[bytes, tuple[int, Inode]], name: bytes, commit: bytes) -> bool:
+        """Whether a member was published after its commit file, so that it may be of another save."""
+        view, fid = self.node.catalogue.view, tree[name][0]
+        return self._made_here(fid) and view.published_at(fid) > view.published_at(tree[commit][0])
+
+    def _made_here(self, fid: int) -> bool:
+        """Whether the content was written through a mount, and not found on the PFS."""
+        generation = self.node.catalogue.view.generation(fid)
+        return generation is not None and generation.origin != ""
+
+    def _is_first(self, tree: dict[bytes, tuple[int, Inode]], name: bytes, commit: bytes) -> bool:
+        """Whether a newer member is the first under its name since the commit file beside it was written.
+
+        So it is in a copy in any order. It is not of a later save: that replaces what was there.
+        """
+        fid, inode = tree[commit]
+        beside = name.rpartition(b"/")[0] == commit.rpartition(b"/")[0]
+        return beside and not inode.stale and self._made_here(fid)
+
+    def _is_copy(self, tree: dict[bytes, tuple[int, Inode]], members: Collection[bytes], commit: bytes) -> bool:
+        """Whether a copy over an older checkpoint that kept mtimes has brought the commit file ahead of all members.
+
+        Then all came after it, were dated back, and to before it. A save, and a copy that was interrupted, leave a
+        member that is written later, or that has been there all the time.
+        """
+        latest_ns = tree[commit][1].mtime_ns
+        return all(
+            self._is_newer(tree, name, commit)
+            and tree[name][1].mtime_ns <= min(latest_ns, tree[name][1].ctime_ns - DATED_BACK_NS)
+            for name in members
+        )
 
     def _why_lost(self, fid: int, inode: Inode) -> str:
         dead = [c.node for c in inode.copies if not self.node.valid(c)]

@@ -61,6 +61,12 @@ def test_a_run_with_a_number_in_its_name_is_no_checkpoint_of_its_steps(run: str)
     assert found("step-1/.metadata", "last/.metadata", name=run) == ["last", "step-1"]
 
 
+@pytest.mark.parametrize("names", [("best", "last"), ("model_best", "model-last"), ("ckpt",), ("Final",)])
+def test_a_run_with_a_number_in_its_name_is_no_checkpoint_of_its_best_and_its_last(names: tuple[str, ...]) -> None:
+    """``latest run-2`` once said ``run-2``, which nothing can load."""
+    assert found(*(f"{name}/.metadata" for name in names), name="run-2") == sorted(names)
+
+
 def test_a_run_without_a_step_groups_nothing() -> None:
     assert found("model/.metadata", "optimizer/.metadata", name="run") == ["model", "optimizer"]
 

@@ -134,6 +134,37 @@ def test_the_pfs_gets_the_names_bytes_modes_and_times_of_the_mount(
     assert times == seen
 
 
+def test_a_directory_keeps_its_mtime_on_the_pfs_when_files_land_in_it_later(mount: Path, alone: LocalCluster) -> None:
+    """Rotation by mtime deletes the newest otherwise: what is created early lands late, and an overwrite moves nothing
+    on the mount, but a name on the PFS."""
+    others = mount / "others"
+    others.mkdir()
+
+    def settled() -> bool:
+        return alone.status(0).pending_ops == 0
+
+    def times() -> list[int]:
+        return [path.stat().st_mtime_ns for path in (mount, others)]
+
+    def on_pfs() -> list[int]:
+        return [
+            (alone.pfs / path.relative_to(alone.nodes[0].mountpoint)).stat().st_mtime_ns for path in (mount, others)
+        ]
+
+    with open(mount / "f", "wb") as file:
+        until("the times of the empty directory are there", settled)
+        file.write(b"late")
+    until("landed", settled)
+    assert on_pfs() == times()
+    os.link(mount / "f", others / "g")
+    until("landed", settled)
+    before = times()
+    (mount / "f").write_bytes(b"over it")
+    until_stage(mount / "f", "pfs")
+    until("landed", settled)
+    assert on_pfs() == times() == before
+
+
 @pytest.mark.parametrize("seed", [1, 2])
 def test_writes_in_any_order_read_back(mount: Path, seed: int) -> None:
     dice = random.Random(seed)

@@ -161,3 +161,21 @@ def test_only_root_mounts_for_others(make_for_user: Callable[..., LocalCluster])
     )
     assert done.returncode == 2
     assert "only root" in done.stderr
+
+
+def test_in_a_directory_of_the_group_that_belongs_to_another(make_for_user: Callable[..., LocalCluster]) -> None:
+    """A project's directory: its mtime and mode are its owner's to set, and nothing is wrong when they cannot be."""
+    cluster = make_for_user(1)
+    for path in (cluster.pfs, cluster.pfs / "runs"):
+        path.mkdir(exist_ok=True)
+        os.chown(path, 0, UID)
+        path.chmod(0o2775)
+    cluster.mount()
+    point = cluster.nodes[0].mountpoint
+    as_user(WRITE, point / "runs" / "a", "one")
+    as_user(WRITE, point / "b", "two")
+    until("drained", lambda: cluster.status(0).pending_ops == 0)
+    status = cluster.run(0, "status")
+    assert status.code == 0, status.out
+    cluster.umount()
+    as_user(READ, cluster.pfs / "runs" / "a", "one")

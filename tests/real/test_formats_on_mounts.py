@@ -103,6 +103,84 @@ def test_several_sets_are_one_checkpoint_and_each_counts(
     assert alone.run(0, "latest", str(mount)).code == 1
 
 
+def test_without_steps_the_last_saved_is_the_newest_on_the_mount_and_on_the_pfs(
+    alone: LocalCluster, mount: Path, templates: tuple[Template, Template]
+) -> None:
+    for name in ("last", "best", "last"):
+        templates[0].save([mount], name, sync=False)
+    until_stage(mount, "pfs")
+    assert alone.run(0, "latest", str(mount)).out == f"{mount / 'last'}\n"
+    assert alone.run(0, "latest", str(alone.pfs / mount.name)).out == f"{alone.pfs / mount.name / 'last'}\n"
+
+
+def test_digests_that_are_told_after_the_commit_file_make_no_shard_newer(
+    alone: LocalCluster, mount: Path, templates: tuple[Template, Template]
+) -> None:
+    """``sync_files=False`` with shards above a megabyte: a passed file's digests come when its last writer has gone."""
+    step = mount / "step-6"
+    step.mkdir()
+    writers = []
+    for name in templates[0].shards():
+        writers.append(os.open(step / name, os.O_WRONLY | os.O_CREAT))
+        os.write(writers[-1], templates[0].files[name] + bytes(2 << 20))
+        os.close(os.dup(writers[-1]))  # FLUSH publishes
+    templates[0].commit(step, sync=False)
+    for fd in writers:
+        os.close(fd)
+    until("restartable", lambda: xattr(step, "restartable") == "pfs")
+    assert alone.run(0, "latest", str(mount)).out == f"{step}\n"
+
+
+def test_a_copy_counts_in_whatever_order_its_files_came(
+    alone: LocalCluster, mount: Path, templates: tuple[Template, Template]
+) -> None:
+    """``cp -r`` goes by the order of the listing. What replaces a file that was there may be of another save."""
+    step = mount / "step-5"
+    step.mkdir()
+    first, *others = templates[0].shards()
+    for name in (first, COMMIT, *others):
+        assert xattr(step, "restartable") in (None, "no")
+        write_file(step / name, templates[0].files[name], sync=False)
+    until("restartable", lambda: xattr(step, "restartable") == "pfs")
+    assert alone.run(0, "latest", str(mount)).out == f"{step}\n"
+    assert templates[0].same_as(alone.pfs / mount.name / step.name) == []
+    for replace in (lambda path: None, Path.unlink):
+        replace(step / others[0])
+        write_file(step / others[0], templates[1].files[others[0]], sync=False)
+        assert xattr(step, "restartable") == "no"
+        assert "newer" in (xattr(step, "missing") or "")
+        write_file(step / COMMIT, templates[0].files[COMMIT], sync=False)
+        until("restartable again", lambda: xattr(step, "restartable") == "pfs")
+
+
+def copy_as_rsync(source: Path, target: Path, name: str) -> None:
+    """A hidden name first, times kept, renamed over what is there."""
+    hidden = target / f".{name}.ABCDEF"
+    shutil.copy2(source / name, hidden)
+    hidden.rename(target / name)
+
+
+def test_a_copy_over_an_older_one_counts_when_it_is_done_and_has_kept_mtimes(
+    alone: LocalCluster, mount: Path, tmp_path: Path, templates: tuple[Template, Template]
+) -> None:
+    """rsync goes by names, and ``.metadata`` comes before ``__0_0.distcp``."""
+    step = mount / "step-5"
+    step.mkdir()
+    for round_, template in enumerate(templates):
+        source = tmp_path / str(round_)
+        template.save([source.parent], source.name, sync=False)
+        names = sorted(os.listdir(source))
+        assert names[0] == COMMIT
+        for name in names:
+            os.utime(source / name, (1e9, 1e9 + (name == COMMIT)))
+        for name in names:
+            copy_as_rsync(source, step, name)
+            assert name == names[-1] or xattr(step, "restartable") == "no" or (round_ and name == COMMIT), name
+        until("restartable", lambda: xattr(step, "restartable") == "pfs")
+        assert alone.run(0, "latest", str(mount)).out == f"{step}\n"
+        assert template.same_as(alone.pfs / mount.name / step.name) == []
+
+
 def test_shards_without_a_commit_file_are_waited_for_and_never_offered(
     alone: LocalCluster, mount: Path, templates: tuple[Template, Template]
 ) -> None:
@@ -204,14 +282,15 @@ def test_a_hostile_commit_file_harms_nobody_and_says_so(alone: LocalCluster, mou
     shutil.rmtree(step)
 
 
-def test_a_copy_whose_commit_file_came_first_says_how_to_make_it_count(
+def test_a_copy_over_an_older_one_whose_commit_file_came_first_says_how_to_make_it_count(
     alone: LocalCluster, mount: Path, templates: tuple[Template, Template]
 ) -> None:
-    """``rsync`` copies in the order of names: ``.metadata`` first."""
+    """``cp -r`` without mtimes, in the order of names: ``.metadata`` first."""
     step = mount / "step-8"
     step.mkdir()
-    for name in sorted(templates[0].files):
-        write_file(step / name, templates[0].files[name], sync=False)
+    for template in reversed(templates):
+        for name in sorted(template.files):
+            write_file(step / name, template.files[name], sync=False)
     assert xattr(step, "restartable") == "no"
     explained = alone.run(0, "explain", str(step)).out
     fix = "cp .metadata .metadata.tmp && mv .metadata.tmp .metadata"

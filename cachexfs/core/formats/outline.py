@@ -17,6 +17,12 @@ _SHARD = re.compile(rb"__([0-9]{1,7})_[0-9]{1,7}\.distcp")
 _RANK_COMMIT = re.compile(rb"__[0-9]{1,7}\.metadata")
 _PART = re.compile(rb"[^0-9]+|(pytorch_model_fsdp|optimizer)_[0-9]{1,3}")
 _PART_DEPTH_MAX = 3
+#: Words that tell checkpoints of one run apart, not the sets of one checkpoint: ``run-2/best`` and ``run-2/last``.
+_ALTERNATIVES = frozenset(
+    b"best last latest newest final current previous prev old new backup initial init emergency "
+    b"checkpoint checkpoints ckpt ckpts snapshot snapshots".split()
+)
+_WORDS = re.compile(rb"[a-z]+")
 _NO_CHECKPOINT = (
     b".txt", b".log", b".out", b".err", b".json", b".jsonl", b".yaml", b".yml", b".toml", b".ini", b".cfg", b".csv",
     b".tsv", b".md", b".rst", b".html", b".py", b".sh", b".png", b".svg", b".pdf", b".lock", b".gitignore",
@@ -62,7 +68,7 @@ def parts(name: bytes, listing: Listing, directory: bytes, recognise: Recognise)
     """Commit files (relative to ``directory``) of the sets that make one checkpoint of a directory called ``name``.
 
     Empty unless the name has a step, there is no commit file in it, and all that lies below it belongs to sets whose
-    directories are told apart by words, not by numbers.
+    directories are told apart by words, not by numbers, and not by words such as ``best`` and ``last``.
     """
     if step_of(name.decode(errors="replace")) is None or is_head(listing(directory)[0], recognise):
         return []
@@ -77,11 +83,15 @@ def parts(name: bytes, listing: Listing, directory: bytes, recognise: Recognise)
             continue
         for child in directories:
             path = _join(below, child)
-            if _PART.fullmatch(child) and depth < _PART_DEPTH_MAX:
+            if _may_be_part(child) and depth < _PART_DEPTH_MAX:
                 stack.append((path, depth + 1))
             elif is_head(listing(_join(directory, path))[0], recognise):
                 return []
     return sorted(found)
+
+
+def _may_be_part(name: bytes) -> bool:
+    return _PART.fullmatch(name) is not None and _ALTERNATIVES.isdisjoint(_WORDS.findall(name.lower()))
 
 
 def checkpoints(name: bytes, listing: Listing, recognise: Recognise) -> Iterator[bytes]:
