@@ -39,13 +39,13 @@ def test_the_largest_step_wins_not_the_last_name(run_dir: Path, run: Run) -> Non
 
 def test_of_checkpoints_without_a_step_or_with_the_same_one_the_last_committed_wins(run_dir: Path, run: Run) -> None:
     """No name decides: 'best' would otherwise stand before 'last' for ever, and after a restart another one."""
-    for kept, name in ((9, "zeroth"), (10, "best"), (11, "last")):
+    for kept, name in ((9, "final"), (10, "best"), (11, "last")):
         (run_dir / f"step-{kept}").rename(run_dir / name)
         os.utime(run_dir / name / ".metadata", ns=(0, kept))
     assert run("latest", run_dir).out == f"{run_dir}/last\n"
     os.utime(run_dir / "best" / ".metadata", ns=(0, 12))
     assert run("latest", run_dir).out == f"{run_dir}/best\n"
-    for name in ("best", "last"):
+    for name in ("final", "best", "last"):
         (run_dir / f"{name}-run").mkdir()
         (run_dir / name).rename(run_dir / f"{name}-run" / "step-3")
     assert run("latest", run_dir).out == f"{run_dir}/best-run/step-3\n"
