@@ -10,14 +10,20 @@ Concurrency: called by ``Files``; ``watch`` is a task of its own that never wait
 
 from __future__ import annotations
 
+import logging
 import os
 import stat
 
 import trio
 
+from cachexfs.core import publication
+from cachexfs.core.transaction import Tx
 from cachexfs.engine.interfaces import ContentSource
 from cachexfs.engine.node import Node
 from cachexfs.engine.vnode import PASSED_MODE, PLAIN_MODE, Handle, Vnode
+from cachexfs.errors import CacheXError
+
+log = logging.getLogger(__name__)
 
 WATCH_INTERVAL_S = 0.05
 SETTLE_S = 0.25
@@ -54,6 +60,7 @@ class Passing:
         self.node = node
         self.source = source
         self.vnodes: set[Vnode] = set()
+        self._telling: set[Vnode] = set()  # of which the catalogue is being told that they are changed in place
         self._step_bytes = 0  # the most that all have grown by between two looks, of late
         self._usual_bytes = 0  # how long the last one was: checkpoint files come in equal sizes
 
@@ -129,7 +136,12 @@ class Passing:
         vnode.closing = None  # flushed by a duplicate's close: still open
 
     async def watch(self) -> None:
-        """Follow files that grow without asking: send ahead, make room. Until cancelled."""
+        """Follow files that grow without asking: send ahead, make room, tell what is not what was published any more.
+        Until cancelled."""
+        async with trio.open_nursery() as nursery:
+            await self._watch(nursery)
+
+    async def _watch(self, nursery: trio.Nursery) -> None:
         while True:
             await trio.sleep(WATCH_INTERVAL_S)
             before_bytes = self.node.staging.used_bytes
@@ -139,6 +151,9 @@ class Passing:
                 self.refresh(vnode)
                 if vnode.version != version:
                     grown.append(vnode)
+                if self._is_untold(vnode):  # whoever has noticed it
+                    self._telling.add(vnode)
+                    nursery.start_soon(self._tell, vnode)
             if not grown:
                 continue
             self.node.foreground.busy(2 * WATCH_INTERVAL_S)
@@ -152,6 +167,27 @@ class Passing:
             for vnode in grown:
                 if not vnode.removed:
                     self.source.grown(vnode)
+
+    def _is_untold(self, vnode: Vnode) -> bool:
+        """Whether bytes of a published content are being changed in place, and it is claimed as if they were not."""
+        inode = self.node.catalogue.view.inode(vnode.fid)
+        changed = vnode.dirty and vnode.content.size > 0 and vnode.content.stage == vnode.stage and not vnode.removed
+        return changed and inode is not None and inode.writing != self.node.name and vnode not in self._telling
+
+    async def _tell(self, vnode: Vnode) -> None:
+        ctx, gen = self.node.ctx(), vnode.content.gen
+
+        def note(tx: Tx) -> None:
+            now = tx.generation(vnode.fid)
+            if now is not None and now.gen == gen:  # else its publication has come before this
+                publication.begin_change(tx, ctx, vnode.fid)
+
+        try:
+            await self.node.catalogue.mutate(note)
+        except CacheXError as error:
+            log.warning("%x is being changed, which could not be told: %s", vnode.fid, error)
+        finally:
+            self._telling.discard(vnode)
 
     def _get_ready(self) -> None:
         """Free the spare memory that the writers will take until the next look."""

@@ -32,6 +32,7 @@ class Pair(Cluster):
     async def play(self, scene: Callable[[Pair], Awaitable[None]]) -> None:
         async with trio.open_nursery() as self._nursery:
             for seat in self.seats:
+                seat.kernel.passthrough = True
                 await seat.born(self._nursery)
             await self.fs(0).names(ROOT_FID)
             self.faults.away = True  # what is asked here is asked of the nodes
@@ -502,5 +503,36 @@ def test_two_nodes_never_carry_out_one_operation() -> None:
         found = pair.store.find(b"a")
         assert found is not None
         assert found.data == b"new"
+
+    play(scene)
+
+
+def test_what_a_passed_writer_changes_in_place_is_not_called_safe_meanwhile() -> None:
+    """The copy of its own node was not what had been published any more, and the partner's was the only one."""
+
+    async def scene(pair: Pair) -> None:
+        kernel, opened = pair.seats[0].kernel, None
+        while opened is None or not opened.passed:  # the supervisor refuses now and then
+            name = b"a%d" % pair.next_save()
+            handle, _ = await pair.fs(0).create(ROOT_FID, name, FILE, os.O_WRONLY)
+            opened = kernel.opened(pair.seats[0].current.filesystem, handle)  # type: ignore[union-attr]
+
+        async def stage() -> str:
+            fs = pair.fs(1)
+            return (await fs.xattrs((await fs.lookup(ROOT_FID, name)).ino))[b"user.cachex.stage"].decode()
+
+        kernel.write(opened, 0, b"first")
+        await pair.fs(0).fsync(opened.handle)
+        await pair.fs(0).flush(opened.handle)  # a duplicate is closed
+        assert await stage() == "partner"
+        kernel.write(opened, 0, b"F")
+        await trio.sleep(1)
+        assert await stage() == "writing"
+        await pair.fs(0).flush(opened.handle)
+        kernel.closed(opened)
+        await pair.fs(0).release(opened.handle)
+        await trio.sleep(5)
+        assert await stage() == "partner"
+        assert await pair.read(1, name) == b"First"
 
     play(scene)
