@@ -27,6 +27,7 @@ log = logging.getLogger(__name__)
 
 WATCH_INTERVAL_S = 0.05
 SETTLE_S = 0.25
+TELL_AGAIN_S = 5.0
 ROOM_BYTES_MIN = 256 << 20  # what a passed writer may write between two looks, with something to spare
 READY_BYTES_MAX = 512 << 20
 
@@ -60,7 +61,6 @@ class Passing:
         self.node = node
         self.source = source
         self.vnodes: set[Vnode] = set()
-        self._telling: set[Vnode] = set()  # of which the catalogue is being told that they are changed in place
         self._step_bytes = 0  # the most that all have grown by between two looks, of late
         self._usual_bytes = 0  # how long the last one was: checkpoint files come in equal sizes
 
@@ -152,7 +152,7 @@ class Passing:
                 if vnode.version != version:
                     grown.append(vnode)
                 if self._is_untold(vnode):  # whoever has noticed it
-                    self._telling.add(vnode)
+                    vnode.told = vnode.content.gen
                     nursery.start_soon(self._tell, vnode)
             if not grown:
                 continue
@@ -170,9 +170,9 @@ class Passing:
 
     def _is_untold(self, vnode: Vnode) -> bool:
         """Whether bytes of a published content are being changed in place, and it is claimed as if they were not."""
-        inode = self.node.catalogue.view.inode(vnode.fid)
-        changed = vnode.dirty and vnode.content.size > 0 and vnode.content.stage == vnode.stage and not vnode.removed
-        return changed and inode is not None and inode.writing != self.node.name and vnode not in self._telling
+        content = vnode.content
+        changed = vnode.dirty and not vnode.removed and content.size > 0 and content.stage == vnode.stage
+        return changed and vnode.told != content.gen
 
     async def _tell(self, vnode: Vnode) -> None:
         ctx, gen = self.node.ctx(), vnode.content.gen
@@ -186,8 +186,8 @@ class Passing:
             await self.node.catalogue.mutate(note)
         except CacheXError as error:
             log.warning("%x is being changed, which could not be told: %s", vnode.fid, error)
-        finally:
-            self._telling.discard(vnode)
+            await trio.sleep(TELL_AGAIN_S)
+            vnode.told = -1
 
     def _get_ready(self) -> None:
         """Free the spare memory that the writers will take until the next look."""

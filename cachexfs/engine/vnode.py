@@ -50,6 +50,7 @@ class Vnode:
     cached: int = 0  # open handles that use the page cache
     closing: set[Handle] | None = None  # passed ones that were flushed: their RELEASE may be on its way
     awaited: bool = False  # taken over from a dead daemon, for whose passed handles the kernel has changed ``fd``
+    told: int = -1  # the generation of which the catalogue knows that ``fd`` is being changed in place
     seen: tuple[int, int] = (0, 0)  # size and mtime of ``fd`` when its changes were last counted
     synced: Synced | None = None
     measured: bool = False  # an fsync of them has told how long it took
