@@ -65,11 +65,8 @@ def set_attrs(
     return new
 
 
-def set_xattr(tx: Tx, ctx: Ctx, fid: int, name: bytes, value: bytes | None) -> None:
-    """Set a user's extended attribute; None removes it. Raises ENOENT, ENOSPC (``XATTR_BYTES_MAX``), ENODATA."""
-    inode = tx.inode(fid)
-    if inode is None:
-        raise FsError(errno.ENOENT)
+def with_xattr(inode: Inode, ctx: Ctx, name: bytes, value: bytes | None) -> Inode:
+    """A record with a user's extended attribute set; None removes it. Raises ENOSPC (``XATTR_BYTES_MAX``), ENODATA."""
     found = dict(inode.xattrs)
     if value is not None:
         found[name] = value
@@ -77,4 +74,12 @@ def set_xattr(tx: Tx, ctx: Ctx, fid: int, name: bytes, value: bytes | None) -> N
         raise FsError(errno.ENODATA)
     if sum(len(key) + len(data) for key, data in found.items()) > XATTR_BYTES_MAX:
         raise FsError(errno.ENOSPC, "the extended attributes of one file take more than 64 KiB")
-    tx.put(inode_key(fid), msgspec.structs.replace(inode, xattrs=tuple(found.items()), ctime_ns=ctx.now_ns))
+    return msgspec.structs.replace(inode, xattrs=tuple(found.items()), ctime_ns=ctx.now_ns)
+
+
+def set_xattr(tx: Tx, ctx: Ctx, fid: int, name: bytes, value: bytes | None) -> None:
+    """Set or remove a user's extended attribute (``with_xattr``). Raises ENOENT too."""
+    inode = tx.inode(fid)
+    if inode is None:
+        raise FsError(errno.ENOENT)
+    tx.put(inode_key(fid), with_xattr(inode, ctx, name, value))

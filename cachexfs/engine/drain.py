@@ -36,6 +36,7 @@ from cachexfs.core.waits import Waits
 from cachexfs.engine.content import Reader
 from cachexfs.engine.drain_files import RETRY_FIRST_S, RETRY_MAX_S, DrainFiles, Progress
 from cachexfs.engine.drain_names import DrainNames
+from cachexfs.engine.drain_open import OPEN, StayOpen
 from cachexfs.engine.files import Files
 from cachexfs.engine.node import Node
 from cachexfs.engine.owners import FENCE_S, Owners, check_reach
@@ -118,6 +119,7 @@ class Drainer:
         self.names = DrainNames(node, reader, self.progress)
         self.owners = Owners(node)
         self.responsible = self.owners.responsible
+        self.stay_open = StayOpen(node, files)
         self.waits = Waits(self._lost, self._members)
         self._states: dict[bytes, _State] = {}
         self._runnable: dict[bytes, None] = {}
@@ -222,6 +224,7 @@ class Drainer:
             for name in self.owners.fences():
                 nursery.start_soon(self._await_fence, name)
             nursery.start_soon(self.ready.run)
+            nursery.start_soon(self.stay_open.run)
             while True:
                 await self._wake.wait()
                 await self.node.foreground.pause()
@@ -512,7 +515,7 @@ class Drainer:
         if op is not None and self.waits.is_held(key):
             ready = "is ready under a hidden name and " if op.kind == OpKind.PUT and op.ready else ""
             return f"{ready}waits for a new commit file: the checkpoint that is whole on the PFS stays until then"
-        if op is not None and op.parked:
+        if op is not None and op.parked and op.parked != OPEN:
             return f"was refused repeatedly ({op.parked}) and is tried again slowly (node {op.owner})"
         if waits is not None:
             return f"waits for the {waits.kind} of {quoted(waits.path)} (node {waits.owner}), which must land first"

@@ -29,6 +29,8 @@ from cachexfs.engine.vnode import UNWRITABLE, Handle, Vnode
 from cachexfs.engine.writing import Writing
 from cachexfs.errors import CacheXError, FsError, quoted
 
+REMOVED_DIRS_MAX = 1024  # the kernel forgets almost all of them at once
+
 
 class Files:
     """All vnodes of this mount."""
@@ -38,6 +40,7 @@ class Files:
         self.source = source
         self._by_ino: dict[int, Vnode] = {}
         self._current: dict[int, Vnode] = {}
+        self.removed_dirs: dict[int, Inode] = {}  # which somebody may be in
         self.passing = Passing(node, source)
         self.writing = Writing(node, source, self.passing)
         self.publishing = Publishing(node, source, self.passing)
@@ -108,6 +111,7 @@ class Files:
     def forget(self, ino: int, count: int) -> None:
         """The kernel has dropped references to an inode number."""
         vnode = self._by_ino.get(ino)
+        self.removed_dirs.pop(ino, None)
         if vnode is not None:
             vnode.lookups = max(0, vnode.lookups - count)
             if vnode.lookups == 0:
@@ -196,6 +200,14 @@ class Files:
 
     async def release(self, handle: Handle) -> None:
         """The last reference to a handle is gone: publish what came after the last FLUSH."""
+        if not self.passing.outlives(handle):
+            await self._release(handle)
+
+    async def follow_maps(self) -> None:
+        """Release what shared maps have kept open. Until cancelled."""
+        await self.passing.unmapped(self._release)
+
+    async def _release(self, handle: Handle) -> None:
         vnode = handle.vnode
         self.passing.refresh(vnode)
         if handle.writable:
@@ -263,7 +275,12 @@ class Files:
 
     # ---- without a name
     def orphaned(self, fid: int, inode: Inode) -> None:
-        """A file lost its last name: what fstat(2) of its handles shows from now on."""
+        """A file lost its last name: what fstat(2) of its handles shows from now on. Or a directory was removed."""
+        if inode.kind == "d":
+            self.removed_dirs[fid] = inode
+            while len(self.removed_dirs) > REMOVED_DIRS_MAX:
+                del self.removed_dirs[next(iter(self.removed_dirs))]
+            return
         vnode = self._current.get(fid)
         if vnode is not None:
             vnode.last = inode

@@ -59,8 +59,8 @@ class Filesystem(Names):
         fid = self._fid(ino)
         await self._current()
         others = any(value is not None for value in (mode, uid, gid, atime_ns, mtime_ns))
-        if size is not None:
-            await self._truncate(ino, handle, size, None if others else request)
+        if size is not None and not await self._truncate(ino, handle, size, None if others else request):
+            mtime_ns, others = self.node.clock.now_ns() if mtime_ns is None else mtime_ns, True
         if others:
             vnode = self.files.known(fid)
             if mtime_ns is not None and vnode is not None:
@@ -80,18 +80,21 @@ class Filesystem(Names):
                 self.files.keep_last(vnode)
         return await self.getattr(ino)
 
-    async def _truncate(self, ino: int, handle: Handle | None, size: int, request: int | None) -> None:
+    async def _truncate(self, ino: int, handle: Handle | None, size: int, request: int | None) -> bool:
+        """Whether the file had another length."""
         inode = self.node.catalogue.view.inode(self._fid(ino))
         if inode is not None and inode.kind != "f":
             raise FsError(errno.EISDIR if inode.kind == "d" else errno.EINVAL)
         if handle is None:
             await self.files.passing.settle(self.files.by_ino(ino))  # else what is published would be cut in place
         vnode = handle.vnode if handle is not None else self.files.by_ino(ino)
+        before = vnode.size
         await self.files.writing.truncate(vnode, size)
         if handle is not None:
             handle.wrote = handle.wrote or vnode.dirty
         elif vnode.dirty:  # no close follows truncate(2), and a writer may be one whose RELEASE is on its way
             await self.files.publishing.publish(vnode, request)
+        return size != before
 
     # ---- files
     async def create(
@@ -146,20 +149,23 @@ class Filesystem(Names):
         if inode is not None and inode.kind == "d":
             raise FsError(errno.EISDIR)
         vnode = self._to_open(ino, inode)
-        if flags & WRITABLE:
+        if flags & (WRITABLE | os.O_TRUNC):
             await self.files.passing.settle(vnode)
             await self.files.writing.unshare(vnode)
         if inode is not None and vnode is self.files.known(vnode.fid):
             vnode = self.files.vnode(vnode.fid)
         self.files.passing.refresh(vnode)
         handle = self.files.open(vnode, flags)
-        if flags & os.O_TRUNC and handle.writable and vnode.size:
+        if flags & os.O_TRUNC:
             try:
-                await self.files.writing.truncate(vnode, 0)
+                if vnode.size:
+                    await self.files.writing.truncate(vnode, 0)
+                    handle.wrote = True
+                else:  # empty already: its times move all the same
+                    await self.setattr(vnode.ino, handle, mtime_ns=self.node.clock.now_ns())
             except BaseException:
                 await self.files.release(handle)
                 raise
-            handle.wrote = True
         return handle
 
     async def read(self, handle: Handle, offset: int, length: int) -> bytes:
@@ -192,6 +198,8 @@ class Filesystem(Names):
                 await self._know_members(parent, name)
         try:
             await self.files.publishing.flush(handle)
+            if handle.passed:
+                await self.parts.drainer.stay_open.closing(handle.vnode.fid)
         except CatalogueUnavailableError as error:
             raise FsError(errno.EIO, str(error)) from error
 
@@ -202,7 +210,7 @@ class Filesystem(Names):
     async def fsync(self, handle: Handle) -> None:
         """Wait until the bytes so far have the boundary that the option ``fsync`` names. EIO at the deadline."""
         vnode = handle.vnode
-        self.files.passing.refresh(vnode)
+        await self.files.publishing.look(vnode)
         if vnode.removed:
             return
         wanted = self.node.options.fsync
@@ -264,6 +272,7 @@ class Filesystem(Names):
             while any(
                 parent_of(op.path) == path and op.kind != OpKind.DIRATTR and not drainer.waits.is_held(key)
                 for key, op in drainer.own_pending()
+                if not self.files.busy(op.fid)  # that lands once its writer has closed it, as a created file does
             ):
                 await drainer.changed()
             return
@@ -287,6 +296,10 @@ class Filesystem(Names):
             return
         await self._current()
         ctx, fid = self.node.ctx(), self._fid(ino)
+        vnode = self.files.known(fid)
+        if vnode is not None and vnode.last is not None and self.node.catalogue.view.inode(fid) is None:
+            vnode.last = attrs.with_xattr(vnode.last, ctx, name, value)
+            return
         await self._mutate(lambda tx: attrs.set_xattr(tx, ctx, fid, name, value), request)
 
     async def xattrs(self, ino: int) -> dict[bytes, bytes]:

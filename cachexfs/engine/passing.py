@@ -10,9 +10,11 @@ Concurrency: called by ``Files``; ``watch`` is a task of its own that never wait
 
 from __future__ import annotations
 
+import fcntl
 import logging
 import os
 import stat
+from collections.abc import Awaitable, Callable
 
 import trio
 
@@ -25,6 +27,7 @@ from cachexfs.errors import CacheXError
 
 log = logging.getLogger(__name__)
 
+MAP_LOOK_FIRST_S, MAP_LOOK_MAX_S = 0.001, 0.5
 WATCH_INTERVAL_S = 0.05
 SETTLE_S = 0.25
 TELL_AGAIN_S = 5.0
@@ -54,6 +57,27 @@ def was_passed(file: int | str) -> bool:
     return stat.S_IMODE(os.stat(file).st_mode) == PASSED_MODE
 
 
+def has_writer(fd: int) -> bool:
+    """Whether anybody beside this descriptor has its file open for writing, or mapped so.
+
+    A lease tells: the kernel grants one for reading only where nobody writes. Ours must read, too, while it is asked.
+    """
+    itself = f"/proc/self/fd/{fd}"
+    reading = os.open(itself, os.O_RDONLY | os.O_CLOEXEC)
+    os.dup2(reading, fd, inheritable=False)
+    os.close(reading)
+    try:
+        fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_RDLCK)
+        fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_UNLCK)
+    except BlockingIOError:
+        return True
+    finally:
+        writing = os.open(itself, os.O_RDWR | os.O_CLOEXEC)
+        os.dup2(writing, fd, inheritable=False)
+        os.close(writing)
+    return False
+
+
 class Passing:
     """The files of this mount that the kernel may be changing."""
 
@@ -61,6 +85,8 @@ class Passing:
         self.node = node
         self.source = source
         self.vnodes: set[Vnode] = set()
+        self._mapped: dict[Handle, None] = {}
+        self._mapped_more = trio.Event()
         self._step_bytes = 0  # the most that all have grown by between two looks, of late
         self._usual_bytes = 0  # how long the last one was: checkpoint files come in equal sizes
 
@@ -74,6 +100,7 @@ class Passing:
                 vnode.seen = mark(vnode.fd)
             handle.passed = True
             vnode.passed += 1
+            vnode.mappable = vnode.mappable or handle.mappable
             if not vnode.removed:
                 os.fchmod(vnode.fd, PASSED_MODE)  # should this daemon die, its bytes are newer than what was published
             self.vnodes.add(vnode)
@@ -93,6 +120,7 @@ class Passing:
         if vnode.passed or vnode not in self.vnodes:
             return
         self.vnodes.discard(vnode)
+        vnode.mappable = False
         if vnode.fd >= 0 and not vnode.dirty and not vnode.removed:
             os.fchmod(vnode.fd, PLAIN_MODE)
         self._usual_bytes = vnode.seen[0]
@@ -135,6 +163,53 @@ class Passing:
                 await trio.sleep(0.001)
         vnode.closing = None  # flushed by a duplicate's close: still open
 
+    # ---- shared maps
+    def outlives(self, handle: Handle) -> bool:
+        """Whether a released handle may have left a shared map, through which the file goes on changing.
+
+        A map of a passed file is one of the staging file: unlike others it keeps no handle open, and what is written
+        through it moves no stamp. If so the handle stays, until ``unmapped`` finds that the map is gone.
+        """
+        vnode = handle.vnode
+        if not handle.passed or not handle.mappable or vnode.removed or not self.held_open(vnode):
+            return False
+        self._mapped[handle] = None
+        self._mapped_more.set()
+        return True
+
+    @staticmethod
+    def held_open(vnode: Vnode) -> bool:
+        """Whether the kernel has a passed file open for writing, or mapped so, whatever has been closed of it."""
+        if not vnode.passed or vnode.fd < 0:
+            return False
+        try:
+            return has_writer(vnode.fd)
+        except OSError as error:
+            log.warning("whether file %x is open cannot be told: %s", vnode.fid, error)
+            return False
+
+    async def unmapped(self, release: Callable[[Handle], Awaitable[None]]) -> None:
+        """Finish the release of handles once nobody has a map of their file. Until cancelled."""
+        while True:
+            await self._mapped_more.wait()
+            self._mapped_more = trio.Event()
+            delay_s = MAP_LOOK_FIRST_S
+            while self._mapped:
+                with trio.move_on_after(delay_s):
+                    await self._mapped_more.wait()
+                    self._mapped_more, delay_s = trio.Event(), MAP_LOOK_FIRST_S
+                for handle in list(self._mapped):
+                    vnode = handle.vnode
+                    if not vnode.removed and self.held_open(vnode):
+                        continue
+                    del self._mapped[handle]
+                    try:
+                        await release(handle)
+                    except (CacheXError, OSError) as error:
+                        log.error("closing a file that was mapped: %s", error)
+                delay_s = min(delay_s * 2, MAP_LOOK_MAX_S)
+
+    # ---- growing files
     async def watch(self) -> None:
         """Follow files that grow without asking: send ahead, make room, tell what is not what was published any more.
         Until cancelled."""

@@ -41,7 +41,7 @@ class Publishing:
     async def flush(self, handle: Handle) -> None:
         """FLUSH: publish this handle's writes, and a created file that stayed empty."""
         vnode = handle.vnode
-        self.passing.refresh(vnode)
+        await self.look(vnode)
         if handle.passed:
             vnode.closing = {handle, *(vnode.closing or ())}
         if vnode.dirty and (handle.wrote or handle.passed):
@@ -148,6 +148,26 @@ class Publishing:
         except CorruptError:
             return None
 
+    async def look(self, vnode: Vnode) -> None:
+        """Count changes that the kernel has made; of what may be mapped, by the digests where those are known."""
+        self.passing.refresh(vnode)
+        if not vnode.mappable or vnode.fd < 0 or vnode.removed:
+            return
+        version, size = vnode.version, os.fstat(vnode.fd).st_size
+        known = vnode.content.tree if not vnode.dirty else b""
+        if vnode.digested is not None and vnode.digested[:2] == (version, size):
+            known = vnode.digested[2][1]
+        if not known:
+            return
+        try:
+            found = await self.digests_of(vnode, vnode.stage, size)
+        except CorruptError:  # it is being cut
+            return
+        if found[1] != known and vnode.version == version:
+            vnode.version += 1
+            vnode.mtime_ns = self.node.clock.now_ns()
+            vnode.digested = (vnode.version, size, found)
+
     async def snapshot(self, vnode: Vnode) -> tuple[int, int, Digests]:
         """(version, size, digests) of the bytes now in the staging file, for an fsync before publication."""
         self.passing.refresh(vnode)
@@ -187,12 +207,14 @@ class Publishing:
         content = vnode.content
         if vnode.passed or vnode.dirty or vnode.removed or not content.size or vnode.fd < 0:
             return
-        if content.tree and content.size > DIGEST_AT_ONCE_BYTES_MAX:
+        if content.tree and content.size > DIGEST_AT_ONCE_BYTES_MAX and not vnode.mappable:
             return
         digest, tree, _ = await self.digests_of(vnode, content.stage, content.size, late=True)
         if content.tree:
             if tree != content.tree and vnode.content is content:
                 vnode.version += 1
+                if vnode.mappable:
+                    vnode.mtime_ns = self.node.clock.now_ns()
                 await self.publish(vnode)
             return
         await self.node.catalogue.mutate(lambda tx: publication.complete(tx, vnode.fid, content, digest, tree))

@@ -78,7 +78,12 @@ class Stat:
         return self.of(fid, inode, vnode)
 
     def removed(self, ino: int) -> Attr:
-        """A file that is open and has no name any more."""
+        """A file that is open and has no name any more, or a directory that somebody is in."""
+        gone = self.files.removed_dirs.get(ino)
+        if gone is not None:
+            return Attr(
+                ino, "d", gone.mode, 0, gone.uid, gone.gid, 0, 4096, 8, gone.atime_ns, gone.mtime_ns, gone.ctime_ns
+            )
         vnode = self.files.by_ino(ino)
         size, last = vnode.size, vnode.last
         blocks = -(-size // 512)

@@ -47,6 +47,7 @@ class Vnode:
     last: Inode | None = None  # its record when it lost its last name
     passed: int = 0  # open handles whose writes the kernel puts into ``fd`` without asking
     backed: int = 0  # open handles that the kernel serves from ``fd``, of readers too: while there are, ``fd`` stays
+    mappable: bool = False  # may be changed through a shared map, unseen by ``seen``
     cached: int = 0  # open handles that use the page cache
     closing: set[Handle] | None = None  # passed ones that were flushed: their RELEASE may be on its way
     awaited: bool = False  # taken over from a dead daemon, for whose passed handles the kernel has changed ``fd``
@@ -120,6 +121,11 @@ class Handle:
     def writable(self) -> bool:
         """Whether it was opened for writing."""
         return bool(self.flags & WRITABLE)
+
+    @property
+    def mappable(self) -> bool:
+        """Whether a shared map of it may be written."""
+        return self.flags & os.O_ACCMODE == os.O_RDWR
 
 
 async def copy_bytes(source: int, target: int, length: int) -> None:

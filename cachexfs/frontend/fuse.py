@@ -273,7 +273,7 @@ class Operations(pyfuse3.Operations):  # type: ignore[misc]
     async def open(self, inode: int, flags: int, ctx: pyfuse3.RequestContext) -> FileInfo:
         handle = await self.filesystem.open(inode, flags)
         handle.drops_set_id = ctx.uid != 0
-        if flags & os.O_TRUNC and handle.drops_set_id and handle.wrote:
+        if flags & os.O_TRUNC and handle.drops_set_id:
             await self.filesystem.drop_set_id(handle.vnode.fid)
         return self._register(handle)
 

@@ -93,12 +93,24 @@ class Backings:
             raise RefusedError("too many registrations")
         backing = self._files.get(file)
         if backing is None:
-            request = bytearray(_BACKING_MAP.pack(fd, 0, 0))
-            backing = _Backing(fcntl.ioctl(self._device_fd, _BACKING_OPEN, request))
+            backing = _Backing(self._backing_open(fd))
             self._files[file] = backing
         backing.fhs.add(fh)
         self._by_fh[fh] = _Registered(file, access)
         return backing.backing_id
+
+    def _backing_open(self, fd: int) -> int:
+        """The kernel opens the file anew for each open and takes only its place from what is registered. So that is
+        opened for reading: the daemon can then tell whether any writer, or map, has the file."""
+        try:
+            place = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
+        except OSError:
+            place = os.dup(fd)
+        try:
+            backing_id: int = fcntl.ioctl(self._device_fd, _BACKING_OPEN, bytearray(_BACKING_MAP.pack(place, 0, 0)))
+            return backing_id
+        finally:
+            os.close(place)
 
     def _check(self, fd: int) -> tuple[os.stat_result, int]:
         info = os.fstat(fd)

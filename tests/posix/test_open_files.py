@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import mmap
 import os
 import shutil
+import stat
 import subprocess
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -17,6 +20,9 @@ from twin import same_tree
 from cachexfs.demo.cluster import LocalCluster
 
 BIG = 3 << 20
+WAIT_S = 60.0
+LIBC = ctypes.CDLL(None, use_errno=True)
+LIBC.mmap.restype = ctypes.c_void_p
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +35,7 @@ def alone(make_module_cluster: Callable[..., LocalCluster]) -> LocalCluster:
 def mount(alone: LocalCluster, request: pytest.FixtureRequest) -> Path:
     """A directory on it for one test."""
     path = alone.nodes[0].mountpoint / request.node.name.partition("[")[0]
-    path.mkdir()
+    path.mkdir(exist_ok=True)
     return path
 
 
@@ -165,6 +171,131 @@ def test_fstat_of_an_unlinked_open_file_keeps_its_mode_and_owner(mount: Path) ->
         assert os.fstat(fd).st_mode & 0o7777 == 0o600
     finally:
         os.close(fd)
+
+
+def until(condition: Callable[[], bool], timeout_s: float = WAIT_S) -> bool:
+    """Whether the condition came to hold."""
+    deadline_s = time.monotonic() + timeout_s
+    while not (held := condition()) and time.monotonic() < deadline_s:
+        time.sleep(0.01)
+    return held
+
+
+def stage_of(path: Path) -> str:
+    return os.getxattr(path, "user.cachex.stage").decode()
+
+
+@pytest.mark.parametrize("size", [8192, BIG])
+@pytest.mark.parametrize("synced", [False, True])
+def test_what_is_written_through_a_map_after_the_close_lands_on_the_pfs(
+    mount: Path, alone: LocalCluster, size: int, *, synced: bool
+) -> None:
+    """Python's own map keeps a duplicate of the descriptor. A map by itself does not keep a passed file open."""
+    path = mount / f"f{size}{synced}"
+    fd = os.open(path, os.O_RDWR | os.O_CREAT)
+    os.ftruncate(fd, size)
+    start = LIBC.mmap(None, ctypes.c_size_t(size), mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, fd, 0)
+    ctypes.memset(start, ord("a"), 1)
+    if synced:
+        os.fsync(fd)
+    os.close(fd)
+    until(lambda: stage_of(path) == "pfs", 0.5)  # it may not be, as long as it may change
+    ctypes.memset(start + 1, ord("b"), 1)
+    ctypes.memset(start + size - 1, ord("z"), 1)
+    assert LIBC.munmap(ctypes.c_void_p(start), ctypes.c_size_t(size)) == 0
+    assert until(lambda: stage_of(path) == "pfs")
+    data = b"ab" + bytes(size - 3) + b"z"
+    assert path.read_bytes() == data
+    assert until(lambda: (alone.pfs / mount.name / path.name).read_bytes() == data)
+
+
+def test_fsync_takes_what_a_map_has_changed_since_the_last_one(mount: Path, alone: LocalCluster) -> None:
+    """It moves no stamp of a file that the kernel serves."""
+    fd = os.open(mount / "f", os.O_RDWR | os.O_CREAT)
+    try:
+        os.ftruncate(fd, 4096)
+        with mmap.mmap(fd, 4096) as mapped:
+            for text in (b"first", b"later"):
+                mapped[: len(text)] = text
+                os.fsync(fd)
+                held = [p.read_bytes() for p in (alone.pfs / ".cachexfs").rglob("*") if p.is_file()]
+                assert text + bytes(4091) in held
+    finally:
+        os.close(fd)
+
+
+def test_a_log_that_stays_open_holds_no_commit_up(mount: Path, alone: LocalCluster) -> None:
+    """Each child that ends closes its copies of descriptors, which publishes; the writer may have it open for days."""
+    on_pfs = alone.pfs / mount.name
+    log = os.open(mount / "log", os.O_WRONLY | os.O_CREAT)
+    try:
+        write_all(log, b"begin\n")
+        os.close(os.dup(log))
+        (mount / "step.tmp").mkdir()
+        (mount / "step.tmp/shard").write_bytes(b"bytes")
+        os.rename(mount / "step.tmp", mount / "step")
+        directory = os.open(mount, os.O_RDONLY)
+        os.fsync(directory)
+        os.close(directory)
+        assert (on_pfs / "step/shard").read_bytes() == b"bytes"
+        write_all(log, b"end\n", 6)
+    finally:
+        os.close(log)
+    assert until(lambda: (on_pfs / "log").exists() and (on_pfs / "log").read_bytes() == b"begin\nend\n")
+
+
+def test_a_truncation_to_the_same_length_moves_the_times(mount: Path, alone: LocalCluster) -> None:
+    """``: > stamp`` is how makefiles and scripts touch a file."""
+    path = mount / "stamp"
+    path.write_bytes(b"")
+    os.truncate(path, 7)
+    for length, change in (
+        (0, lambda: os.close(os.open(path, os.O_WRONLY | os.O_TRUNC))),
+        (7, lambda: os.truncate(path, 7)),
+        (0, lambda: os.truncate(path, 0)),
+        (0, lambda: path.write_bytes(b"")),
+    ):
+        os.truncate(path, length)
+        os.utime(path, ns=(5, 5))
+        change()
+        assert path.stat().st_mtime_ns > 5
+    assert until(lambda: (alone.pfs / mount.name / "stamp").stat().st_mtime_ns == path.stat().st_mtime_ns)
+
+
+def test_a_reader_may_truncate_as_it_opens(mount: Path) -> None:
+    (mount / "f").write_bytes(b"old")
+    fd = os.open(mount / "f", os.O_RDONLY | os.O_TRUNC)
+    try:
+        assert os.fstat(fd).st_size == 0
+    finally:
+        os.close(fd)
+    assert (mount / "f").read_bytes() == b""
+
+
+def test_what_was_removed_while_open_still_answers(mount: Path) -> None:
+    """fstat of a directory that somebody is in, and attributes of a file without a name."""
+    (mount / "d").mkdir(mode=0o750)
+    (mount / "e").mkdir()
+    (mount / "f").write_bytes(b"f")
+    fds = [os.open(mount / name, os.O_RDONLY) for name in "edf"]
+    try:
+        os.rename(mount / "d", mount / "e")
+        os.rmdir(mount / "e")
+        for fd in fds[:2]:
+            found = os.fstat(fd)
+            assert (stat.S_ISDIR(found.st_mode), found.st_nlink, os.listdir(fd)) == (True, 0, [])
+            with raises(errno.ENOENT):
+                os.open("new", os.O_CREAT | os.O_WRONLY, dir_fd=fd)
+        os.setxattr(fds[2], "user.a", b"1")
+        os.unlink(mount / "f")
+        os.setxattr(fds[2], "user.b", b"2")
+        os.removexattr(fds[2], "user.a")
+        assert os.getxattr(fds[2], "user.b") == b"2"
+        with raises(errno.ENODATA):
+            os.getxattr(fds[2], "user.a")
+    finally:
+        for fd in fds:
+            os.close(fd)
 
 
 OWN_FILE = (
