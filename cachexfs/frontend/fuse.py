@@ -72,9 +72,12 @@ def handler(function: H) -> H:
     return cast(H, guarded)
 
 
+DOTS = (b".", b"..")  # at places 1 and 2
+
+
 def _place(name: bytes) -> int:
-    """Where a name stands in the listings of any daemon, 1 to 2**62: a reader goes on there after a daemon's death."""
-    return (xxhash.xxh3_64_intdigest(name) >> 2) + 1
+    """Where a name stands in the listings of any daemon, from 3: a reader goes on there after a daemon's death."""
+    return (xxhash.xxh3_64_intdigest(name) >> 2) + 3
 
 
 class Operations(pyfuse3.Operations):  # type: ignore[misc]
@@ -317,6 +320,7 @@ class Operations(pyfuse3.Operations):  # type: ignore[misc]
         ino, names = self._listings[fh]
         if names is None or start_id == 0:
             names = sorted((_place(name), name, attr) for name, attr in await self.filesystem.names(ino))
+            names[:0] = [(at, dot, await self.filesystem.lookup(ino, dot)) for at, dot in enumerate(DOTS, 1)]
             self._listings[fh] = (ino, names)
         for place, name, attr in names[bisect_right(names, start_id, key=itemgetter(0)) :]:
             if not pyfuse3.readdir_reply(token, name, self._entry(attr), place):
@@ -365,6 +369,8 @@ class Operations(pyfuse3.Operations):  # type: ignore[misc]
 
     @handler
     async def listxattr(self, inode: int, ctx: pyfuse3.RequestContext) -> Sequence[bytes]:
+        if (await self.filesystem.getattr(self._fid(inode) if inode == pyfuse3.ROOT_INODE else inode)).kind not in "fd":
+            return []  # the kernel itself answers ENODATA for every ``user.*`` of these
         users = list(await self.filesystem.user_xattrs(self._fid(inode)))
         return users if self._hide_xattrs else users + list(await self.filesystem.xattrs(self._fid(inode)))
 

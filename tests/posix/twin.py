@@ -22,6 +22,7 @@ BLOCK = 4096
 LOG_SHOWN = 200
 NAMES = [f"f{i}" for i in range(6)] + ["d0/g0", "d0/g1", "d1/h0"]
 LIBC = ctypes.CDLL(None, use_errno=True)
+LIBC.mmap.restype = ctypes.c_void_p
 
 Result = tuple[str, object]
 
@@ -52,6 +53,33 @@ def attempt(function: Callable[[], object]) -> Result:
 
 
 @dataclass
+class Kept:
+    """A shared map on both sides whose descriptors are closed (Python's own maps keep a duplicate)."""
+
+    starts: tuple[int, int]
+    size: int
+    origin: str
+
+    @classmethod
+    def of(cls, paths: tuple[Path, Path], origin: str) -> Kept:
+        fds = [os.open(path, os.O_RDWR) for path in paths]
+        size = os.fstat(fds[1]).st_size
+        both = mmap.PROT_READ | mmap.PROT_WRITE
+        starts = [LIBC.mmap(None, ctypes.c_size_t(size), both, mmap.MAP_SHARED, fd, 0) for fd in fds]
+        for fd in fds:
+            os.close(fd)
+        return cls((starts[0], starts[1]), size, origin)
+
+    def write(self, offset: int, data: bytes) -> None:
+        for start in self.starts:
+            ctypes.memmove(start + offset, data, len(data))
+
+    def close(self) -> None:
+        for start in self.starts:
+            LIBC.munmap(ctypes.c_void_p(start), ctypes.c_size_t(self.size))
+
+
+@dataclass
 class Twin:
     """A run. ``sides``: the mount's directory and the plain one. ``log`` has every step, for the failure's message."""
 
@@ -59,7 +87,7 @@ class Twin:
     seed: int
     allow: frozenset[str] = frozenset()
     pairs: list[Pair] = field(default_factory=list)
-    maps: list[tuple[mmap.mmap, mmap.mmap, bool]] = field(default_factory=list)
+    maps: list[Kept] = field(default_factory=list)
     log: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -72,6 +100,8 @@ class Twin:
             (4, self.ftruncate), (4, self.rename), (2, self.unlink), (2, self.link), (4, self.map_write),
             (4, self.map_read), (2, self.map_drop), (2, self.fallocate), (3, self.copy_range), (3, self.sendfile),
             (2, self.fsync), (6, self.look), (2, self.times), (2, self.chmod), (2, self.direct), (1, self.compare),
+            (2, self.map_keep), (6, self.map_kept_write), (2, self.map_let_go), (3, self.vectors), (3, self.two_append),
+            (2, self.rename_over_open), (2, self.attribute), (1, self.directory), (1, self.duplicate),
         ]  # fmt: skip
 
     # ---- running
@@ -95,10 +125,8 @@ class Twin:
         self.compare()
 
     def end(self) -> None:
-        for ours, theirs, _ in self.maps:
-            ours.close()
-            theirs.close()
-        self.maps.clear()
+        while self.maps:
+            self.maps.pop().close()
         while self.pairs:
             self._drop(0)
 
@@ -142,7 +170,7 @@ class Twin:
         for flag in (os.O_CREAT, os.O_TRUNC, os.O_EXCL, os.O_APPEND):
             if self.random.random() < {os.O_CREAT: 0.7, os.O_TRUNC: 0.15, os.O_EXCL: 0.05, os.O_APPEND: 0.2}[flag]:
                 flags |= flag
-        if flags & os.O_ACCMODE == os.O_RDONLY:
+        if self.maps:
             flags &= ~os.O_TRUNC
         mode = self.random.choice((0o644, 0o600, 0o755))
         fds = [-1, -1]
@@ -200,15 +228,13 @@ class Twin:
 
     def truncate(self) -> None:
         name, length = self.name(), self._length()
-        self.both(f"truncate {name} {length}", lambda side: os.truncate(self.path(side, name), length))
+        if not self.maps:
+            self.both(f"truncate {name} {length}", lambda side: os.truncate(self.path(side, name), length))
 
     def ftruncate(self) -> None:
         pair, length = self.pair(writable=True), self._length()
-        if pair is not None and not self._mapped(pair):
+        if pair is not None and not self.maps:  # a mapping cut by a truncation is a SIGBUS on both sides
             self.both(f"ftruncate {pair.origin} {length}", lambda side: os.ftruncate(pair.fds[side], length))
-
-    def _mapped(self, pair: Pair) -> bool:
-        return bool(self.maps)  # a mapping cut by a truncation is a SIGBUS on both sides
 
     def rename(self) -> None:
         one, two = self.name(), self.name()
@@ -266,6 +292,115 @@ class Twin:
                     mapped.flush()
 
         self.both(f"map {name}, close, write", work)
+
+    def map_keep(self) -> None:
+        name = self.name()
+        found = self.path(1, name)
+        if len(self.maps) < 3 and found.is_file() and found.stat().st_size:
+            self.log.append(f"map {name}, close")
+            self.maps.append(Kept.of((self.path(0, name), found), name))
+
+    def map_kept_write(self) -> None:
+        if not self.maps:
+            return
+        kept = self.random.choice(self.maps)
+        offset = self.random.randrange(kept.size)
+        data = self.random.randbytes(min(self.random.randrange(1, 20_000), kept.size - offset))
+        self.log.append(f"write {offset}+{len(data)} into the map of what was {kept.origin}")
+        kept.write(offset, data)
+
+    def map_let_go(self) -> None:
+        if self.maps:
+            kept = self.maps.pop(self.random.randrange(len(self.maps)))
+            self.log.append(f"unmap what was {kept.origin}")
+            kept.close()
+
+    def vectors(self) -> None:
+        """pwritev and preadv, at the end too."""
+        pair = self.pair(readable=True, writable=True)
+        if pair is None or pair.flags & os.O_APPEND:
+            return
+        offset, pieces = self.offset(pair.fds[1]), [self.data()[:9000] for _ in range(3)]
+
+        def work(side: int) -> tuple[int, list[bytes]]:
+            done = os.pwritev(pair.fds[side], pieces, offset)
+            back = [bytearray(len(piece)) for piece in pieces]
+            os.preadv(pair.fds[side], back, offset)
+            return done, [bytes(piece) for piece in back]
+
+        self.both(f"pwritev {pair.origin} {offset}", work)
+
+    def two_append(self) -> None:
+        """Two appenders of one file take turns."""
+        name, pieces = self.name(), [self.data()[:5000] for _ in range(4)]
+
+        def work(side: int) -> int:
+            fds = [os.open(self.path(side, name), os.O_WRONLY | os.O_APPEND) for _ in range(2)]
+            try:
+                if os.fstat(fds[0]).st_size > FILE_BYTES_MAX:
+                    return -1
+                return sum(os.write(fds[i % 2], piece) for i, piece in enumerate(pieces))
+            finally:
+                for fd in fds:
+                    os.close(fd)
+
+        self.both(f"append twice {name}", work)
+
+    def rename_over_open(self) -> None:
+        """As editors save: a new file takes the name of one that may be open or mapped."""
+        name, data = self.name(), self.data()
+
+        def work(side: int) -> None:
+            path = self.path(side, name)
+            new = path.with_name(path.name + ".new")
+            new.write_bytes(data)
+            os.replace(new, path)
+
+        self.both(f"save {name} {len(data)}", work)
+
+    def attribute(self) -> None:
+        pair, key = self.pair(), f"user.{self.random.randrange(3)}"
+        value = self.random.choice((None, self.random.randbytes(9)))
+        if pair is None:
+            return
+
+        def work(side: int) -> list[tuple[str, bytes]]:
+            fd = pair.fds[side]
+            if value is None:
+                os.removexattr(fd, key)
+            else:
+                os.setxattr(fd, key, value)
+            return [(name, os.getxattr(fd, name)) for name in sorted(os.listxattr(fd)) if "cachex" not in name]
+
+        self.both(f"xattr {pair.origin} {key}", work)
+
+    def directory(self) -> None:
+        """Made, opened, filled, moved over an empty one, removed while it is open."""
+
+        def work(side: int) -> tuple[object, ...]:
+            one, two = self.sides[side] / "one", self.sides[side] / "two"
+            one.mkdir()
+            two.mkdir()
+            fd = os.open(two, os.O_RDONLY)
+            try:
+                (one / "f").write_bytes(b"f")
+                os.symlink("f", one / "l")
+                os.rename(one, two)
+                for name in ("f", "l"):
+                    os.unlink(two / name)
+                two.rmdir()
+                found = os.fstat(fd)
+                return found.st_nlink, found.st_mode, os.listdir(fd)
+            finally:
+                os.close(fd)
+
+        self.both("directories", work)
+
+    def duplicate(self) -> None:
+        """What a child does with its descriptors when it ends."""
+        pair = self.pair()
+        if pair is not None:
+            self.both(f"close a duplicate of {pair.origin}", lambda side: os.close(os.dup(pair.fds[side])))
 
     def fallocate(self) -> None:
         pair = self.pair(readable=True, writable=True)  # glibc's fallback reads
@@ -362,7 +497,7 @@ class Twin:
         return stat.S_IFMT(found.st_mode), stat.S_IMODE(found.st_mode), found.st_size, found.st_nlink, found.st_uid
 
     def compare(self) -> None:
-        """All names, attributes and bytes; nothing that is only looked at may move a mtime."""
+        """All names, attributes and bytes. Looking moves no mtime, but where a map has written."""
         for directory in ("", "d0", "d1"):
             self.both(f"list {directory}", lambda side, d=directory: sorted(os.listdir(self.sides[side] / d)))
         for name in NAMES:
@@ -372,7 +507,7 @@ class Twin:
             before = self.path(0, name).stat()
             self.both(f"bytes of {name}", lambda side, n=name: self.path(side, n).read_bytes())
             after = self.path(0, name).stat()
-            if after.st_mtime_ns != before.st_mtime_ns and "mtime" not in self.allow:
+            if after.st_mtime_ns != before.st_mtime_ns and "mtime" not in self.allow and not self.maps:
                 self.fail(f"reading {name} moved its mtime")
             if any(self.path(0, name).read_bytes()) and not after.st_blocks:
                 self.fail(f"{name} has bytes and no blocks")
