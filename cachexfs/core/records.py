@@ -159,7 +159,8 @@ class Op(Record, frozen=True, tag="p"):
     ``stage``, ``size`` and ``tree`` (their digest, once known) say which bytes a PUT lands: exactly those, also when a
     later generation exists. ``ready``: they lie on the PFS under a hidden name, synced, with their record. ``held``
     marks a withdrawal until the next commit file is ready. ``parked`` says how the PFS refused it repeatedly, or
-    "open": its writer has not closed the file. ``copies``: who had the bytes of a PUT when its file was removed, where they are to land all the same.
+    "open": its writer has not closed the file. ``copies``: who had the bytes of a PUT when its file was removed, where
+    they are to land all the same.
     """
 
     kind: str

@@ -28,7 +28,7 @@ LIBC.mmap.restype = ctypes.c_void_p
 @pytest.fixture(scope="module")
 def alone(make_module_cluster: Callable[..., LocalCluster]) -> LocalCluster:
     """One mounted node; tests of this module share it."""
-    return make_module_cluster(1, {"supervisor": "auto", "fsync_timeout": "5"})
+    return make_module_cluster(1, {"supervisor": "auto", "fsync_timeout": "30"})
 
 
 @pytest.fixture
