@@ -13,7 +13,6 @@ exchange of a staging file, ``publish_lock`` makes publications of a file happen
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
 from collections.abc import Callable
@@ -25,7 +24,7 @@ from cachexfs.engine.interfaces import ContentSource
 from cachexfs.engine.node import Node
 from cachexfs.engine.passing import Passing, mark, was_passed
 from cachexfs.engine.publishing import Publishing
-from cachexfs.engine.vnode import UNWRITABLE, Handle, Vnode
+from cachexfs.engine.vnode import UNWRITABLE, Handle, Vnode, keep_last
 from cachexfs.engine.writing import Writing
 from cachexfs.errors import CacheXError, FsError, quoted
 
@@ -287,16 +286,7 @@ class Files:
             if vnode.fd < 0 and vnode.handles and not vnode.content.size and inode.kind == "f":
                 vnode.stage = self.source.new_stage(fid, vnode.content.gen + 1)  # for its attributes alone
                 vnode.fd = self.node.staging.create(vnode.stage)
-            self.keep_last(vnode)
-
-    @staticmethod
-    def keep_last(vnode: Vnode) -> None:
-        """Put the attributes of a file without a name on its staging file, where the next daemon finds them."""
-        if vnode.last is None or vnode.fd < 0 or vnode.sealed == UNWRITABLE:
-            return
-        with contextlib.suppress(PermissionError):
-            os.fchown(vnode.fd, vnode.last.uid, vnode.last.gid)
-        os.fchmod(vnode.fd, vnode.last.mode | 0o600)
+            keep_last(vnode)
 
     def removed(self, fid: int) -> None:
         """A file lost its last name. Its vnode keeps serving open handles from an open staging file."""

@@ -23,7 +23,7 @@ from cachexfs.core.routes import PARTNER
 from cachexfs.engine.attributes import PREFIX
 from cachexfs.engine.names import Names
 from cachexfs.engine.stat import Attr
-from cachexfs.engine.vnode import WRITABLE, Handle, Vnode
+from cachexfs.engine.vnode import WRITABLE, Handle, Vnode, keep_last
 from cachexfs.errors import CacheXError, CatalogueUnavailableError, FsError, NotDurableError
 
 
@@ -77,7 +77,7 @@ class Filesystem(Names):
                 vnode.last = attrs.changed(
                     vnode.last, ctx, mode=mode, uid=uid, gid=gid, atime_ns=atime_ns, mtime_ns=mtime_ns
                 )
-                self.files.keep_last(vnode)
+                keep_last(vnode)
         return await self.getattr(ino)
 
     async def _truncate(self, ino: int, handle: Handle | None, size: int, request: int | None) -> bool:

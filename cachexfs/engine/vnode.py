@@ -8,6 +8,7 @@ Concurrency: handlers of one file run interleaved; ``change_lock`` covers the ex
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 from dataclasses import dataclass
@@ -126,6 +127,15 @@ class Handle:
     def mappable(self) -> bool:
         """Whether a shared map of it may be written."""
         return self.flags & os.O_ACCMODE == os.O_RDWR
+
+
+def keep_last(vnode: Vnode) -> None:
+    """Put the attributes of a file without a name on its staging file, where the next daemon finds them."""
+    if vnode.last is None or vnode.fd < 0 or vnode.sealed == UNWRITABLE:
+        return
+    with contextlib.suppress(PermissionError):
+        os.fchown(vnode.fd, vnode.last.uid, vnode.last.gid)
+    os.fchmod(vnode.fd, vnode.last.mode | 0o600)
 
 
 async def copy_bytes(source: int, target: int, length: int) -> None:

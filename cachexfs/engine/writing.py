@@ -19,7 +19,7 @@ from cachexfs.core import publication
 from cachexfs.engine.interfaces import ContentSource
 from cachexfs.engine.node import Node
 from cachexfs.engine.passing import Passing, mark
-from cachexfs.engine.vnode import Handle, Vnode, copy_bytes
+from cachexfs.engine.vnode import Handle, Vnode, copy_bytes, keep_last
 from cachexfs.errors import FsError
 
 SPARSE_BYTES_MAX = 16 << 30  # some seconds of reading holes
@@ -62,6 +62,7 @@ class Writing:
                 if vnode.backed or vnode.passed:
                     raise self._is_full()  # the kernel writes to this very file
                 if await self.source.spill_own(vnode):
+                    keep_last(vnode)
                     return
 
     async def _write_spilled(self, handle: Handle, offset: int, data: bytes) -> int:
@@ -155,6 +156,7 @@ class Writing:
         old_fd, old_stage, was_dirty = vnode.fd, vnode.stage, vnode.dirty and vnode.sealed == 0
         vnode.fd, vnode.stage, vnode.sealed = fd, stage, 0
         vnode.synced, vnode.digested = None, None
+        keep_last(vnode)
         if old_fd >= 0:
             os.close(old_fd)
             if was_dirty and old_stage:
