@@ -119,11 +119,18 @@ class Program:
 _WHERE_MODULES_ARE = ("PYTHONPATH", "PYTHONHOME")
 
 
+_BECOME = ("/bin/sh", "-c", 'exec "$@"', "sh")
+
+
 def spawn(program: Program, variables: Mapping[str, str], fds: Sequence[int]) -> subprocess.Popen[bytes]:
-    """Start a daemon with these descriptors and further variables, in a session of its own."""
+    """Start a daemon with these descriptors and further variables, in a session of its own.
+
+    The program may lie on a filesystem that hangs. Popen waits until something runs: that is a shell, on this machine,
+    which becomes the program.
+    """
     process = subprocess.Popen(
-        program.argv, env={**program.environment, **variables}, pass_fds=tuple(fds), stdin=subprocess.DEVNULL,
-        start_new_session=True,
+        (*_BECOME, *program.argv), env={**program.environment, **variables}, pass_fds=tuple(fds),
+        stdin=subprocess.DEVNULL, start_new_session=True,
     )  # fmt: skip
     try:
         # The supervisor may be spared by the out-of-memory killer; the daemon, which can be replaced, is not.

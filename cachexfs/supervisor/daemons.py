@@ -214,8 +214,8 @@ class Daemons:
 
         ``interpreter``: the Python that runs the next daemons; if they never serve, the old one's comes back.
         """
-        if interpreter and not (os.path.isabs(interpreter) and os.access(interpreter, os.X_OK)):
-            return f"not now: {interpreter} is no program that can be run"
+        if interpreter and not os.path.isabs(interpreter):  # no more is asked: it may lie on a filesystem that hangs
+            return f"not now: {interpreter} is no absolute path"
         life = self._life
         program = self.program.run_by(interpreter) if interpreter else self.program
         if life.phase in (Phase.FAILED, Phase.BACKOFF):
