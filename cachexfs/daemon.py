@@ -156,6 +156,7 @@ class Daemon:
         facts: ControlAnswer = {
             "mountpoint": options.mountpoint, "pfs": options.pfs,
             "supervisor": "off" if self.supervisor is None else "on",
+            "daemons": 1 if self.supervisor is None else self.supervisor.state.life,
             "catalogue": "builtin" if options.alone else "etcd",
         }  # fmt: skip
         control = ControlServer(parts, facts)

@@ -128,6 +128,7 @@ class Status(msgspec.Struct, frozen=True):
     kernel: str = ""
     kernel_reason: str = ""
     supervisor: str = ""
+    daemons: int = 1
     nodes: tuple[NodeState, ...] = ()
     partner: str | None = None
     protected: bool = True

@@ -226,7 +226,7 @@ def _mount_lines(status: Status) -> list[str]:
         f"replication {format_rate(status.replicate_bytes_s)}",
         f"  settings  fsync {status.fsync}, route {status.route}{now}, catalogue {status.catalogue}, "
         f"kernel {status.kernel}{f' ({status.kernel_reason})' if status.kernel_reason else ''}, "
-        f"supervisor {status.supervisor}",
+        f"supervisor {status.supervisor}{f' ({status.daemons} daemons so far)' if status.daemons > 1 else ''}",
     ]
     return lines
 
