@@ -56,7 +56,7 @@ def test_writers_and_readers_go_on_over_a_killed_daemon(make_cluster: Callable[.
         held.write(b"and after")
         thread.join()
     assert errors == []
-    assert cluster.status(0).daemons == 3
+    assert cluster.status(0).daemons >= 3
     assert (mount / "open").read_bytes() == b"written before the kill, and after"
     assert {name: (mount / name).read_bytes() for name in written} == written
     cluster.umount()
