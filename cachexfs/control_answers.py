@@ -7,11 +7,29 @@ read (``cachexfs.cli.protocol``).
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from typing import Any
 
 from cachexfs.errors import EXIT_NO, CacheXError
 
 Answer = dict[str, Any]
+
+
+@dataclass(slots=True)
+class Facts:
+    """What ``status`` shows of a mount and only the daemon knows. ``daemons``: how many have served it so far;
+    ``unmounted``: umount(8) took the mount away."""
+
+    mountpoint: str
+    pfs: str
+    supervisor: str
+    catalogue: str
+    daemons: int = 1
+    kernel: str = ""
+    kernel_reason: str = ""
+    unmounted: bool = False
+
+
 Send = Callable[[Answer], Awaitable[None]]
 
 

@@ -15,10 +15,13 @@ from cachexfs.core.formats import may_be_checkpoint
 from cachexfs.core.records import Inode, Op, OpKind
 from cachexfs.core.routes import DIRECT
 from cachexfs.engine.completeness import UNREADABLE, UNREADABLE_NOW, Checkpoint, Completeness, Piece
+from cachexfs.engine.drain import LANDS_BY_ITSELF
+from cachexfs.engine.health import pfs_health
 from cachexfs.engine.parts import Parts
 
 PIECES_MAX = 1000
 GOES_ON = "nothing: it goes on by itself"
+PFS_BACK = "nothing here: see the PFS (docs/pfs.md); what is pending lands by itself once it answers"
 BRING_BACK = "bring the node or the PFS that has it back; else save the checkpoint again"
 KINDS = {"f": "file", "d": "directory", "l": "symbolic link"}
 
@@ -53,6 +56,11 @@ def explain(
         if record.error and where not in shown and record.kind == "f" and not parts.node.on_pfs(child, record):
             pieces.append(_piece(where, record.origin, "pfs", record.error, _mend(record.error)))
     stage, restartable = attributes.get("stage", "pfs"), attributes.get("restartable")
+    health = pfs_health(parts.node)
+    if health.away and not shown:
+        only_there = any(record.size and not parts.node.live_copies(record) for _, _, record in records)
+        what = "what lies only there cannot be read now" if only_there else "its copies on nodes can be read meanwhile"
+        pieces.append(_piece(path, "", "pfs", f"{health.words}; {what}", PFS_BACK))
     kind = "checkpoint" if checkpoint is not None else KINDS.get(inode.kind, "special file")
     return {
         "path": path, "kind": kind, "stage": stage, "restartable": restartable, "pieces": pieces[:PIECES_MAX],
@@ -110,6 +118,8 @@ def _pending(parts: Parts, base: bytes) -> list[Answer]:
             continue
         reason = reason_of(parts, key, op)
         fix = "mend what the error says; it is tried again" if "next try" in reason else GOES_ON
+        if LANDS_BY_ITSELF in reason:
+            fix = PFS_BACK
         if "no copy of its bytes is left" in reason:
             fix = BRING_BACK
         found.append(_piece(os.fsdecode(op.path), op.owner, "pfs", reason, fix))

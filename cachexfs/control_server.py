@@ -11,18 +11,21 @@ import logging
 import os
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import asdict
 from functools import partial
 from typing import TypeVar
 
 import trio
 
 from cachexfs import control_explain, control_recovery
-from cachexfs.control_answers import Answer, NotFoundError, Send
+from cachexfs.control_answers import Answer, Facts, NotFoundError, Send
 from cachexfs.core.boundary import Boundary
 from cachexfs.core.records import ROOT_FID, Inode, Op, OpKind
 from cachexfs.core.routes import AUTO
+from cachexfs.ending import Ending
 from cachexfs.engine.attributes import rfc3339
 from cachexfs.engine.completeness import BEING_WRITTEN, Checkpoint
+from cachexfs.engine.health import pfs_health
 from cachexfs.engine.parts import Parts
 from cachexfs.engine.refresh import Refresher
 from cachexfs.errors import EXIT_CANNOT_TELL, EXIT_TIMEOUT, EXIT_USAGE, CacheXError, CannotTellError, FsError
@@ -46,14 +49,13 @@ def _text(path: bytes) -> str:
 class ControlServer:
     """Answers control requests about one mount."""
 
-    def __init__(self, parts: Parts, facts: Answer) -> None:
+    def __init__(self, parts: Parts, facts: Facts) -> None:
         self.parts = parts
         self.node = parts.node
         self.completeness = parts.completeness
-        self.facts = facts  # what status shows and only the daemon knows
+        self.facts = facts
+        self.ending = Ending()
         self.started_s = time.time()
-        self.stop_requested = trio.Event()
-        self.abandon = False
         self.leaving: Callable[[float | None], AsyncIterator[None]] | None = None
         self.vouch: control_recovery.Vouch | None = None
         self.on_stale: Callable[[int, bytes], None] = lambda parent, name: None  # the kernel's entry is old
@@ -203,11 +205,13 @@ class ControlServer:
         if elapsed_s > 1:
             self._rate = (now_s, landed, sent)
         partners = node.partners()
-        pfs_state = "offline" if node.options.offline or node.pfs is None else node.pfs.state
+        health = pfs_health(node)
         errors = [{"path": "", "error": text, "node": node.name} for text in node.known_errors()]
         for key, text in drainer.progress.errors.items():
             op = view.op(key)
             errors.append({"path": (_text(op.path) or ".") if op else "", "error": text, "node": node.name})
+        if (text := drainer.errors.outage(drainer.held_up())) and not health.away:  # else the state says it
+            errors.append({"path": "", "error": text, "node": node.name})
         for lost, origin, text in self.parts.losses.errors():
             errors.append({"path": _text(lost), "error": text, "node": origin})
         shown = {e["path"] for e in errors}
@@ -216,7 +220,7 @@ class ControlServer:
             if path is not None and _text(path) not in shown:
                 errors.append({"path": _text(path), "error": record.error, "node": record.origin})
         return {
-            "done": True, **self.facts, "node": node.name, "job": node.options.job, "pid": os.getpid(),
+            "done": True, **asdict(self.facts), "node": node.name, "job": node.options.job, "pid": os.getpid(),
             "uptime_s": round(now_s - self.started_s, 1), "fsync": node.options.fsync, "route": node.options.route,
             "route_now": node.choose_route() if node.route == AUTO else node.route,
             "route_why": node.route_why() if node.route == AUTO else "",
@@ -225,7 +229,8 @@ class ControlServer:
             ],
             "partner": partners[0] if partners else None,
             "protected": len(partners) >= node.replica_count,
-            "pfs_state": pfs_state, "pfs_error": node.pfs.error if node.pfs is not None else "",
+            "pfs_state": health.state, "pfs_error": health.why, "pfs_away_s": round(health.for_s, 1),
+            "held_up": drainer.held_up(),
             "staging_used": node.staging.used_bytes, "staging_limit": node.staging.limit_bytes,
             "nvme_used": node.replicas.used_bytes if node.replicas is not None else 0,
             "pending_bytes": drainer.pending_bytes(), "pending_ops": view.op_count,
@@ -348,25 +353,26 @@ class ControlServer:
     # ---- umount
     async def _umount(self, request: Answer, send: Send) -> None:
         timeout = request.get("timeout_s")
-        self.abandon = bool(request.get("abandon"))
+        ending = self.ending
+        ending.abandoned = bool(request.get("abandon"))
         failed = await self.parts.files.publish_all()
         left: list[Answer] = [{"path": "", "reason": text} for text in failed]
         if orphans := self.node.orphans():
             left.append({"path": "", "reason": orphans})
         deadline_s = trio.current_time() + (float("inf") if timeout is None else float(timeout))
-        if not self.abandon:
+        if not ending.abandoned:
             with self.node.foreground.awaited():
                 await self._drain(send, deadline_s, patient=timeout is not None)
         undrained = self._undrained()
         for key, op in [row for row in undrained if row[1].kind != OpKind.DIRATTR] or undrained:
             left.append({"path": _text(op.path) or ".", "reason": control_explain.reason_of(self.parts, key, op)})
         left += self._not_on_pfs({item["path"] for item in left})
-        if self.leaving is not None and not self.abandon and not left:
+        if self.leaving is not None and not ending.abandoned and not left:
             async for _ in self.leaving(deadline_s):
                 await send({"progress": self._left()})
-        self.facts["left"] = len(left)
+        ending.left = len(left)
         await send({"done": True, "left": left})
-        self.stop_requested.set()
+        ending.requested.set()
 
     def _not_on_pfs(self, told: set[str]) -> list[Answer]:
         """Files of this node, or of a lost one, that the PFS does not have though nothing of them is pending."""
@@ -388,7 +394,7 @@ class ControlServer:
         while trio.current_time() < deadline_s and self._undrained():
             if progress.landed_ops != landed:
                 landed, since_s = progress.landed_ops, trio.current_time()
-            hopeless = progress.errors or not self.parts.drainer.in_progress()
+            hopeless = progress.errors or progress.held_up or not self.parts.drainer.in_progress()
             if not patient and hopeless and trio.current_time() - since_s > STALLED_S:
                 return
             await send({"progress": self._left()})

@@ -37,7 +37,7 @@ from cachexfs.adapters.replica_store import ReplicaStore
 from cachexfs.adapters.staging import Staging
 from cachexfs.catalogues import etcd_nodes, start_catalogue
 from cachexfs.config import PFS_ID, MountOptions
-from cachexfs.control_answers import Answer as ControlAnswer
+from cachexfs.control_answers import Facts
 from cachexfs.control_server import ControlServer
 from cachexfs.core import namespace
 from cachexfs.core import records as rec
@@ -153,12 +153,11 @@ class Daemon:
 
     def _control(self, parts: Parts) -> ControlServer:
         options = self.options
-        facts: ControlAnswer = {
-            "mountpoint": options.mountpoint, "pfs": options.pfs,
-            "supervisor": "off" if self.supervisor is None else "on",
-            "daemons": 1 if self.supervisor is None else self.supervisor.state.life,
-            "catalogue": "builtin" if options.alone else "etcd",
-        }  # fmt: skip
+        facts = Facts(
+            options.mountpoint, options.pfs, supervisor="off" if self.supervisor is None else "on",
+            daemons=1 if self.supervisor is None else self.supervisor.state.life,
+            catalogue="builtin" if options.alone else "etcd",
+        )  # fmt: skip
         control = ControlServer(parts, facts)
         control.leaving = None if options.alone else lambda deadline_s: self._leave(parts.node, deadline_s)
         control.vouch = None if options.alone else lambda dead: self._vouch(parts.node, dead)

@@ -54,7 +54,7 @@ class Serving:
     async def serve(self, services: trio.Nursery, parts: Parts, control: ControlServer) -> None:
         """Mount, answer the kernel until the unmount. Raises ``CannotTellError`` when FUSE does not mount."""
         options, supervisor = self.options, self.supervisor
-        control.facts["kernel"], control.facts["kernel_reason"] = fuse_mount.mode(options, supervisor)
+        control.facts.kernel, control.facts.kernel_reason = fuse_mount.mode(options, supervisor)
         operations = Operations(
             Filesystem(parts), timeout_s=ALONE_TIMEOUT_S if options.alone else 0.0, hide_xattrs=options.hide_xattrs
         )
@@ -79,7 +79,7 @@ class Serving:
         pyfuse3.close(unmount=supervisor is None)
         if self.retired:
             return
-        if not control.stop_requested.is_set():
+        if not control.ending.requested.is_set():
             await operations.end()
             await self._drain_unmounted(parts, control)
 
@@ -96,7 +96,7 @@ class Serving:
     async def _learn_mode(self, supervisor: Supervisor, control: ControlServer) -> None:
         found = await fuse_mount.settled_mode(supervisor, str(self._registration.supervisor_socket))
         if found is not None:
-            control.facts["kernel"], control.facts["kernel_reason"] = found
+            control.facts.kernel, control.facts.kernel_reason = found
 
     async def _say_ready(self) -> None:
         if self.supervisor is not None:
@@ -116,14 +116,12 @@ class Serving:
         failed = await control.parts.files.publish_all()
         for text in failed:
             log.error("not published: %s", text)
-        if failed or control.parts.drainer.own_pending():
-            control.facts["left"] = 1
-        control.stop_requested.set()
+        control.ending.left = len(failed) + len(control.parts.drainer.own_pending())
+        control.ending.requested.set()
 
     async def _stop_when_asked(self, control: ControlServer) -> None:
-        await control.stop_requested.wait()
-        if control.facts.get("left") or control.abandon:
-            self.exit_code = EXIT_NOT_DURABLE
+        await control.ending.requested.wait()
+        self.exit_code = max(self.exit_code, control.ending.exit_code)
         await trio.sleep(ANSWER_LEAVES_S)  # the answer to ``umount`` leaves first
         if self.supervisor is not None:
             self.supervisor.stopping(self.exit_code)  # it unmounts, then tells us the end
@@ -151,13 +149,13 @@ class Serving:
             await trio.lowlevel.wait_readable(supervisor.events_fd)
             event = supervisor.next_event()
             if event is Event.STOP:
-                self._control.stop_requested.set()
+                self._control.ending.requested.set()
             if event in (Event.STOP, Event.END):
                 return
 
     async def _drain_unmounted(self, parts: Parts, control: ControlServer) -> None:
         """umount(8) cannot drain: go on without the mount until everything is on the PFS, or somebody ends it."""
-        control.facts["unmounted"] = True
+        control.facts.unmounted = True
         if self._registration.exists():
             self._register(device="")  # the kernel gives the device's number to others
         parts.node.errors["unmounted"] = (
@@ -182,7 +180,7 @@ class Serving:
 
     @staticmethod
     async def _cancel_when_stopped(control: ControlServer, scope: trio.CancelScope) -> None:
-        await control.stop_requested.wait()
+        await control.ending.requested.wait()
         scope.cancel()
 
 

@@ -6,25 +6,32 @@ Role: used by the operations inside a PFS child process (``pfs_ops``, ``pfs_name
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from cachexfs.adapters.pfs_dir import kind_of
+
+Xattrs = Sequence[tuple[bytes, bytes]]
+#: What could not be done to xattrs, in words: best effort. Who serves calls takes it from here and tells it.
+complaints: list[str] = []
+_USER, _OURS = b"user.", b"user.cachex."
 
 StatRow = tuple[str, int, int, int, int, int, int, int, int, int, int, bytes]
 
 
 @dataclass(frozen=True, slots=True)
 class Attrs:
-    """As ``PfsAttrs``: permission bits, owner (None: leave), times in ns."""
+    """As ``PfsAttrs``: permission bits, owner (None: leave), times in ns, the user's xattrs (None: leave)."""
 
     mode: int
     uid: int | None
     gid: int | None
     atime_ns: int
     mtime_ns: int
+    xattrs: Xattrs | None = None
 
 
 def stat_row(name: bytes, dir_fd: int) -> StatRow:
@@ -70,6 +77,8 @@ def set_attrs(name: bytes, dir_fd: int, attrs: Attrs, *, keep: int = 0) -> bool:
 def set_attrs_of(fd: int, found: os.stat_result, attrs: Attrs, *, keep: int = 0) -> bool:
     """The same for any descriptor, an ``O_PATH`` one too; ``found`` is its stat."""
     this, changed = f"/proc/self/fd/{fd}", False  # the file itself, whatever its name is now
+    if attrs.xattrs is not None and not stat.S_ISLNK(found.st_mode):
+        _set_xattrs(this, attrs.xattrs)  # before the mode, which may forbid it
     uid = found.st_uid if attrs.uid is None else attrs.uid
     gid = found.st_gid if attrs.gid is None else attrs.gid
     if (uid, gid) != (found.st_uid, found.st_gid):
@@ -98,6 +107,34 @@ def _only_of_the_owner(found: os.stat_result) -> Iterator[None]:
     except PermissionError:
         if found.st_uid == os.geteuid():
             raise
+
+
+def user_xattrs(path: str) -> dict[bytes, bytes]:
+    """The user's extended attributes of a file, without ours; none where the filesystem has none."""
+    try:
+        names = [os.fsencode(name) for name in os.listxattr(path)]
+        found = {}
+        for name in names:
+            if name.startswith(_USER) and not name.startswith(_OURS):
+                with contextlib.suppress(OSError):  # removed meanwhile
+                    found[name] = os.getxattr(path, name)
+    except OSError:
+        return {}
+    return found
+
+
+def _set_xattrs(path: str, wanted: Xattrs) -> None:
+    """Make the user's extended attributes what they are to be, as far as the filesystem takes them."""
+    there = user_xattrs(path)
+    try:
+        for name, value in wanted:
+            if there.pop(name, None) != value:
+                os.setxattr(path, name, value)
+        for name in there:
+            os.removexattr(path, name)
+    except OSError as error:
+        code = errno.errorcode.get(error.errno or 0, error.errno)
+        complaints.append(f"user xattrs stay in the mount: the PFS does not take them ({error.strerror} [{code}])")
 
 
 def _chown(path: str, uid: int, gid: int) -> bool:

@@ -10,6 +10,7 @@ at once; one that is does at most the system call that it hangs in (see ``pfs_op
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import secrets
 from collections.abc import Callable
@@ -20,6 +21,8 @@ import trio
 
 from cachexfs.adapters.pfs_child import Child, ChildEndedError, Spawner
 from cachexfs.adapters.pfs_dir import PfsIdentity
+
+log = logging.getLogger(__name__)
 
 START_S = 30.0
 #: A killed child that is not stuck ends within this; waiting for it keeps its path from looking blocked.
@@ -45,6 +48,7 @@ class Request:
     on_frame: Callable[[str, object], None] = lambda tag, value: None
     noted: int | None = None
     number: int = 0
+    since_s: float = 0.0  # when it began, or its last sign of progress
     nonce: str = field(default_factory=lambda: secrets.token_hex(8))
 
     @property
@@ -100,6 +104,9 @@ class PfsCalls:
     ) -> None:
         self.identity = identity
         self.state, self.error = "ok", ""
+        self._away_since_s: float | None = None
+        self._running: set[Request] = set()
+        self._complaints: set[str] = set()  # told once
         self.data = Lane(data_workers, paced=True)
         self.meta = Lane(meta_workers, paced=False)
         self.abandoned: list[AbandonedCall] = []
@@ -178,7 +185,8 @@ class PfsCalls:
         with trio.move_on_after(KILL_WAIT_S, shield=True):
             await call.ended.wait()
         if not call.ended.is_set():
-            self._note_state("hung", f"{request.name} {request.about}: process {call.pid} cannot be killed")
+            why = f"{request.name} {request.about}: process {call.pid} cannot be killed"
+            self._note_state("hung", why, request.since_s)
 
     async def _reap(self, child: Child, call: AbandonedCall | None) -> None:
         try:
@@ -210,11 +218,14 @@ class PfsCalls:
             await lane.semaphore.acquire()
         if scope.cancelled_caught:
             raise trio.TooSlowError(f"{request.name}: no PFS worker was free within {request.deadline_s} s")
+        request.since_s = trio.current_time()
+        self._running.add(request)
         try:
             self.refuse(request)
             child = self._take_idle(lane) or await self._start()
             return await self._exchange(lane, child, request)
         finally:
+            self._running.discard(request)
             lane.semaphore.release()
 
     def _take_idle(self, lane: Lane) -> Child | None:
@@ -265,7 +276,7 @@ class PfsCalls:
             self._share_out()
         if not answered:
             why = f"{request.name} {request.about}: no answer"
-            self._note_state("hung", f"{why} from the PFS in {request.deadline_s} s")
+            self._note_state("hung", f"{why} from the PFS in {request.deadline_s} s", request.since_s)
             raise trio.TooSlowError(self.error)
         if tag == "error":
             self._fail(value)
@@ -279,11 +290,19 @@ class PfsCalls:
                 raise ChildEndedError(errno.EIO, "a PFS child answered what was not asked")
             if tag in ("done", "error"):
                 return tag, value
-            scope.deadline = trio.current_time() + request.deadline_s
+            request.since_s = trio.current_time()
+            scope.deadline = request.since_s + request.deadline_s
             if tag == "note" and isinstance(value, int):
                 request.noted = value
+            elif tag == "complaint":
+                self._complain(str(value))
             else:
                 request.on_frame(tag, value)
+
+    def _complain(self, text: str) -> None:
+        if text not in self._complaints:
+            self._complaints.add(text)
+            log.warning("%s", text)
 
     def _fail(self, value: object) -> NoReturn:
         code, text, name, root = value if isinstance(value, list) else (errno.EIO, str(value), "", False)
@@ -294,8 +313,24 @@ class PfsCalls:
             self._note_state("ok", "")  # it answered
         raise error
 
-    def _note_state(self, state: str, error: str) -> None:
+    def _note_state(self, state: str, error: str, since_s: float | None = None) -> None:
         self.state, self.error = state, error
+        if state == "ok":
+            self._away_since_s = None
+        elif self._away_since_s is None:
+            self._away_since_s = trio.current_time() if since_s is None else since_s
+
+    @property
+    def away_s(self) -> float:
+        """See ``Pfs``."""
+        return 0.0 if self._away_since_s is None else trio.current_time() - self._away_since_s
+
+    def waiting(self) -> tuple[str, float]:
+        """See ``Pfs``."""
+        if not self._running:
+            return "", 0.0
+        oldest = min(self._running, key=lambda request: request.since_s)
+        return f"{oldest.name} {oldest.about}", trio.current_time() - oldest.since_s
 
     # Bandwidth
 

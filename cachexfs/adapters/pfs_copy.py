@@ -151,10 +151,14 @@ def copy(source: int, target: int, size: int, monitor: Monitor) -> None:
 
 
 def check_digest(name: bytes, dir_fd: int, size: int, digest: bytes, monitor: Monitor) -> None:
-    """Read a file back, past the page cache as far as the kernel obliges, and compare its xxh3_128 ``digest``.
+    """Read a file back and compare its xxh3_128 ``digest``. Raises OSError (EIO) when size or digest differ."""
+    done, found = digest_of(name, dir_fd, monitor)
+    if done != size or found != digest:
+        raise OSError(errno.EIO, f"read back from the PFS: {done} of {size} bytes, digest {found.hex()}")
 
-    Raises OSError (EIO) when size or digest differ.
-    """
+
+def digest_of(name: bytes, dir_fd: int, monitor: Monitor) -> tuple[int, bytes]:
+    """Length and xxh3_128 of a file, read past the page cache as far as the kernel obliges."""
     import xxhash
 
     fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=dir_fd)
@@ -170,5 +174,4 @@ def check_digest(name: bytes, dir_fd: int, size: int, digest: bytes, monitor: Mo
                 reported_s = time.monotonic()
     finally:
         os.close(fd)
-    if done != size or state.digest() != digest:
-        raise OSError(errno.EIO, f"read back from the PFS: {done} of {size} bytes, digest {state.hexdigest()}")
+    return done, state.digest()

@@ -1,4 +1,5 @@
-"""What a PFS child process does: prepare, land, the namespace changes, and the reading calls.
+"""What a PFS child process does to files: prepare, land, discard; what its other calls (``pfs_names``, ``pfs_reads``)
+share with that.
 
 Role: plain functions from a request's arguments to a msgpack-able answer, called by ``pfs_worker``.
 Concurrency: none here, but several children, of several nodes, work in the same directory, and an abandoned child
@@ -25,7 +26,7 @@ import contextlib
 import errno
 import os
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
@@ -34,7 +35,6 @@ from cachexfs.adapters.pfs_attrs import Attrs, StatRow, row_of, set_attrs_of, st
 from cachexfs.adapters.pfs_dir import (
     BESIDE_PREFIX,
     LOOKS,
-    STATE_DIR,
     Memory,
     PfsDir,
     PfsIdentity,
@@ -49,11 +49,9 @@ from cachexfs.adapters.pfs_dir import (
 RECORD_SUFFIX = b".rec"
 #: The prepared file that ``land`` wants is not there or not whole: prepare it again. (ENOENT: the parent is missing.)
 NOT_PREPARED = errno.ENODATA
-PAGE_ENTRIES = 500
-READ_BYTES_MAX = 4 << 20
 RECORD_BYTES_MAX = 4 << 20
 
-_EXAMINE = os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC
+EXAMINE = os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC
 _NEW = os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
@@ -68,7 +66,7 @@ class Monitor(pfs_copy.Monitor, Protocol):
         """Something that the pool must know should the answer be lost: the inode about to be renamed."""
         ...
 
-    def page(self, rows: list[tuple[bytes, StatRow]]) -> None:
+    def page(self, rows: Sequence[tuple[bytes, object]]) -> None:
         """A part of a listing."""
         ...
 
@@ -206,7 +204,7 @@ def land(context: Context, hidden: str, path: bytes, attrs: Attrs, size: int, in
         tmp = pfs.tmp(name)
         parent, last = pfs.place(path)
         try:
-            fd = pfs.keep(os.open(name, _EXAMINE, dir_fd=tmp))
+            fd = pfs.keep(os.open(name, EXAMINE, dir_fd=tmp))
         except FileNotFoundError:
             fd = pfs.keep(_landed_before(parent, last, size, ino, hidden))
             row = row_of(os.fstat(fd))
@@ -250,7 +248,7 @@ def sync_renamed(fd: int) -> None:
 def _landed_before(parent: int, last: bytes, size: int, ino: int, hidden: str) -> int:
     """A descriptor of the path, if it is the file that was prepared: the answer of an earlier attempt was lost."""
     with contextlib.suppress(FileNotFoundError):
-        fd = os.open(last, _EXAMINE, dir_fd=parent)
+        fd = os.open(last, EXAMINE, dir_fd=parent)
         found = os.fstat(fd)
         if stat.S_ISREG(found.st_mode) and (found.st_size, found.st_ino) == (size, ino):
             return fd
@@ -274,7 +272,7 @@ def _land_beside(context: Context, source: bytes, tmp: int, parent: int, last: b
     finally:
         os.close(source_fd)
     remove_quietly(source, tmp)
-    return os.open(last, _EXAMINE, dir_fd=parent)
+    return os.open(last, EXAMINE, dir_fd=parent)
 
 
 def discard(context: Context, hidden: str) -> None:
@@ -321,86 +319,10 @@ def _read_small(name: bytes, dir_fd: int) -> bytes:
         os.close(fd)
 
 
-@certain
-def lstat(context: Context, path: bytes) -> StatRow:
-    """See ``Pfs.stat``."""
-    with context.open(mutating=False) as pfs:
-        if not path:
-            return row_of(os.fstat(pfs.root))
-        parent, last = pfs.parent(path)
-        return stat_row(last, parent)
-
-
-def listing(context: Context, path: bytes) -> None:
-    """See ``Pfs.listing``; sent in pages. A name that is gone when it is examined is left out."""
-    with context.open(mutating=False) as pfs:
-        pfs.make_sure()
-        fd = pfs.directory(path)
-        rows: list[tuple[bytes, StatRow]] = []
-        for entry in os.scandir(pfs.keep(os.open(b".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=fd))):
-            name = os.fsencode(entry.name)
-            if name.startswith(BESIDE_PREFIX) or (not path and name == STATE_DIR):
-                continue
-            with contextlib.suppress(FileNotFoundError):
-                rows.append((name, stat_row(name, fd)))
-            if len(rows) >= PAGE_ENTRIES:
-                context.monitor.page(rows)
-                rows = []
-        pfs.make_sure()
-        context.monitor.page(rows)
-
-
-@certain
-def read(context: Context, path: bytes, offset: int, length: int) -> bytes:
-    """See ``Pfs.read``; at most ``READ_BYTES_MAX``. EINVAL for anything but a regular file."""
-    with context.open(mutating=False) as pfs:
-        fd = _open_file(pfs, path)
-        pieces = []
-        left = min(length, READ_BYTES_MAX)
-        while left and (piece := os.pread(fd, left, offset)):
-            pieces.append(piece)
-            offset, left = offset + len(piece), left - len(piece)
-        return b"".join(pieces)
-
-
-@certain
-def fetch(context: Context, path: bytes, offset: int, length: int, target: str) -> int:
-    """See ``Pfs.fetch``. EINVAL for anything but a regular file."""
-    with context.open(mutating=False) as pfs:
-        source = _open_file(pfs, path)
-        copied = pfs.keep(os.open(target, os.O_WRONLY | os.O_CLOEXEC))
-        os.lseek(copied, offset, os.SEEK_SET)
-        done = 0
-        while done < length and (count := os.sendfile(copied, source, offset + done, length - done)):
-            done += count
-        return done
-
-
-def _open_file(pfs: PfsDir, path: bytes) -> int:
-    parent, last = pfs.place(path)
-    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-    fd = pfs.keep(os.open(last, flags, dir_fd=parent))
-    if not stat.S_ISREG(os.fstat(fd).st_mode):
-        raise OSError(errno.EINVAL, "not a regular file", os.fsdecode(path))
-    return fd
-
-
-def statvfs(context: Context) -> tuple[int, int, int, int, int]:
-    """(block size, blocks, blocks available to us, files, free files)."""
-    with context.open(mutating=False) as pfs:
-        found = os.fstatvfs(pfs.root)
-        return found.f_frsize, found.f_blocks, found.f_bavail, found.f_files, found.f_favail
-
-
 OPERATIONS: dict[str, Callable[..., object]] = {
     "probe": probe,
     "prepare": prepare,
     "land": land,
     "discard": discard,
     "prepared": prepared,
-    "stat": lstat,
-    "listing": listing,
-    "read": read,
-    "fetch": fetch,
-    "statvfs": statvfs,
 }

@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -22,8 +22,10 @@ import trio
 
 from cachexfs.adapters.pfs_calls import AbandonedCall, PfsCalls, Request
 from cachexfs.adapters.pfs_dir import PfsIdentity
-from cachexfs.adapters.pfs_ops import NOT_PREPARED, READ_BYTES_MAX, RECORD_BYTES_MAX, RECORD_SUFFIX
-from cachexfs.engine.interfaces import PfsAttrs, PfsStat
+from cachexfs.adapters.pfs_ops import NOT_PREPARED, RECORD_BYTES_MAX, RECORD_SUFFIX
+from cachexfs.adapters.pfs_reads import READ_BYTES_MAX
+from cachexfs.core.landed import Landed
+from cachexfs.engine.interfaces import PfsAttrs, PfsStat, Xattrs
 
 log = logging.getLogger(__name__)
 
@@ -110,6 +112,16 @@ class PfsPool:
     def error(self) -> str:
         """Why the state is not ``ok``; empty when it is."""
         return self._calls.error
+
+    @property
+    def away_s(self) -> float:
+        """For how many seconds the state has not been ``ok``; 0 while it is."""
+        return self._calls.away_s
+
+    @property
+    def waiting(self) -> tuple[str, float]:
+        """The running call that has gone longest without a sign of progress, and for how many seconds."""
+        return self._calls.waiting()
 
     @property
     def identity(self) -> PfsIdentity | None:
@@ -249,25 +261,55 @@ class PfsPool:
         """See ``Pfs``."""
         return _stat(await self._meta(Request("stat", [path], deadline_s)))
 
+    async def stats(self, paths: Sequence[bytes], deadline_s: float) -> list[PfsStat | int | None]:
+        """See ``Pfs``."""
+        rows = cast("list[object]", await self._meta(Request("stats", [list(paths)], deadline_s)))
+        return [row if row is None or isinstance(row, int) else _stat(row) for row in rows]
+
+    async def check(self, path: bytes, size: int, digest: bytes, deadline_s: float) -> PfsStat | None:
+        """See ``Pfs``. ``deadline_s`` is for each second of progress."""
+        row = await self._meta(Request("check", [path, size, digest], deadline_s))
+        return None if row is None else _stat(row)
+
     async def listing(self, path: bytes, deadline_s: float) -> list[tuple[bytes, PfsStat]]:
         """See ``Pfs``. ``deadline_s`` is for each page of 500 names."""
         return [(name, _stat(row)) for name, row in await self._pages(Request("listing", [path], deadline_s))]
 
-    async def read(self, path: bytes, offset: int, length: int, deadline_s: float) -> bytes:
+    async def xattrs(self, path: bytes, deadline_s: float) -> dict[bytes, Xattrs]:
+        """See ``Pfs``. ``deadline_s`` is for each 500 names."""
+        found: dict[bytes, Xattrs] = {}
+
+        def on_frame(tag: str, value: object) -> None:
+            if tag == "page":
+                rows = cast("list[tuple[bytes, list[tuple[bytes, bytes]]]]", value)
+                found.update((name, tuple((n, v) for n, v in pairs)) for name, pairs in rows)
+
+        request = Request("xattrs", [path], deadline_s)
+        request.on_frame = on_frame
+        await self._meta(request)
+        return found
+
+    async def read(
+        self, path: bytes, offset: int, length: int, deadline_s: float, expected: Landed | None = None
+    ) -> bytes:
         """See ``Pfs``; short at the end of the file. ``deadline_s`` is for each 4 MiB."""
         pieces: list[bytes] = []
+        wire = _expected(expected)
         while length > 0:
             count = min(length, READ_BYTES_MAX)
-            piece = cast(bytes, await self._meta(Request("read", [path, offset, count], deadline_s)))
+            piece = cast(bytes, await self._meta(Request("read", [path, offset, count, wire], deadline_s)))
             pieces.append(piece)
             if len(piece) < count:
                 break
             offset, length = offset + count, length - count
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
-    async def fetch(self, path: bytes, offset: int, length: int, target: str, deadline_s: float) -> int:
+    async def fetch(
+        self, path: bytes, offset: int, length: int, target: str, deadline_s: float, expected: Landed | None = None
+    ) -> int:
         """See ``Pfs``. The bytes do not pass through this process."""
-        return cast(int, await self._meta(Request("fetch", [path, offset, length, target], deadline_s)))
+        arguments: list[object] = [path, offset, length, target, _expected(expected)]
+        return cast(int, await self._meta(Request("fetch", arguments, deadline_s)))
 
     async def statvfs(self, deadline_s: float) -> tuple[int, int, int, int, int]:
         """See ``Pfs``."""
@@ -287,8 +329,12 @@ class PfsPool:
         return rows
 
 
+def _expected(landed: Landed | None) -> list[object] | None:
+    return None if landed is None else [landed.ino, landed.size, landed.mtime_ns]
+
+
 def _wire(attrs: PfsAttrs) -> dict[str, object]:
-    return {"attrs": [attrs.mode, attrs.uid, attrs.gid, attrs.atime_ns, attrs.mtime_ns]}
+    return {"attrs": [attrs.mode, attrs.uid, attrs.gid, attrs.atime_ns, attrs.mtime_ns, attrs.xattrs]}
 
 
 def _stat(row: object) -> PfsStat:

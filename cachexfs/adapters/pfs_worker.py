@@ -6,8 +6,8 @@ Concurrency: one thread, one call at a time.
 
 Frames: a 4-byte big-endian length, then msgpack.
 To the worker: ``[number, operation, nonce, identity or nil, rate, arguments]`` and, at any time, ``[0, "rate", x]``.
-From it: ``[number, tag, value]`` with the tags ``ready``, ``progress``, ``note``, ``page``, then one of ``done`` and
-``error`` (errno, message, file name, whether the PFS directory itself is concerned).
+From it: ``[number, tag, value]`` with the tags ``ready``, ``progress``, ``note``, ``page``, ``complaint``, then one of
+``done`` and ``error`` (errno, message, file name, whether the PFS directory itself is concerned).
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ import signal
 import struct
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import msgpack
 
 from cachexfs import machine
-from cachexfs.adapters import pfs_names, pfs_ops
-from cachexfs.adapters.pfs_attrs import Attrs, StatRow
+from cachexfs.adapters import pfs_names, pfs_ops, pfs_reads
+from cachexfs.adapters.pfs_attrs import Attrs, complaints
 from cachexfs.adapters.pfs_dir import Memory, PfsIdentity, RootError
 
 FRAME_BYTES_MAX = 16 << 20
@@ -63,7 +63,7 @@ def decode(data: bytes) -> object:
     return msgpack.unpackb(data, raw=False, unicode_errors="surrogateescape")
 
 
-OPERATIONS: dict[str, Callable[..., object]] = {**pfs_ops.OPERATIONS, "run": pfs_names.run}
+OPERATIONS: dict[str, Callable[..., object]] = {**pfs_ops.OPERATIONS, **pfs_reads.OPERATIONS, "run": pfs_names.run}
 
 
 class Channel:
@@ -105,7 +105,7 @@ class Channel:
         """See ``pfs_ops.Monitor``."""
         self.send("note", value)
 
-    def page(self, rows: list[tuple[bytes, StatRow]]) -> None:
+    def page(self, rows: Sequence[tuple[bytes, object]]) -> None:
         """See ``pfs_ops.Monitor``."""
         self.send("page", rows)
 
@@ -148,6 +148,8 @@ def serve_one(channel: Channel, pfs_path: bytes, memory: Memory) -> None:
     try:
         function = OPERATIONS[operation]
         result = function(context, *values)
+        while complaints:
+            channel.send("complaint", complaints.pop())
     except BrokenPipeError:
         raise
     except OSError as error:

@@ -55,7 +55,8 @@ def problems(status: Status) -> list[str]:
     if len(status.nodes) > 1 and not status.protected:
         found.append("no live partner: what is only here would be lost with this node")
     if status.pfs_state in ("unreachable", "hung"):
-        found.append(f"the PFS is {status.pfs_state}" + (f": {status.pfs_error}" if status.pfs_error else ""))
+        waits = f"; {status.held_up} changes wait and land by themselves" if status.held_up else ""
+        found.append(f"the PFS is {_pfs_state(status)}{waits}")
     for error in status.errors:
         where = " ".join(filter(None, [error.path, f"({error.node})" if error.node else ""]))
         found.append(f"{where}: {error.error}")
@@ -205,6 +206,12 @@ def _red(text: str) -> str:
     return f"\x1b[31m{text}\x1b[0m" if sys.stdout.isatty() else text
 
 
+def _pfs_state(status: Status) -> str:
+    """``ok``, or ``hung for 42 s: no answer to land a/b``."""
+    since = f" for {format_duration(status.pfs_away_s)}" if status.pfs_away_s else ""
+    return f"{status.pfs_state}{since}" + (f": {status.pfs_error}" if status.pfs_error else "")
+
+
 def _mount_lines(status: Status) -> list[str]:
     lines = [
         f"{shown(status.mountpoint)} on {shown(status.pfs)}  node {status.node}, job {status.job}, "
@@ -222,7 +229,7 @@ def _mount_lines(status: Status) -> list[str]:
     lines += [
         f"  memory    {format_size(status.staging_used)} of {format_size(status.staging_limit)}; "
         f"NVMe {format_size(status.nvme_used)}",
-        f"  PFS       {status.pfs_state}; pending {pending}; drain {format_rate(status.drain_bytes_s)}, "
+        f"  PFS       {_pfs_state(status)}; pending {pending}; drain {format_rate(status.drain_bytes_s)}, "
         f"replication {format_rate(status.replicate_bytes_s)}",
         f"  settings  fsync {status.fsync}, route {status.route}{now}, catalogue {status.catalogue}, "
         f"kernel {status.kernel}{f' ({status.kernel_reason})' if status.kernel_reason else ''}, "

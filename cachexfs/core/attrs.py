@@ -57,12 +57,17 @@ def set_attrs(
         tx.put(times_key(fid), DirTimes(old_mtime if mtime_ns is None else mtime_ns, ctx.now_ns))
         issue_dirattr(tx, ctx, fid)
         return new
+    _issue_attr(tx, ctx, fid, inode)
+    return new
+
+
+def _issue_attr(tx: Tx, ctx: Ctx, fid: int, inode: Inode) -> None:
+    """What is on the PFS, or on its way there, gets a file's new attributes."""
     pending = tx.ops_of(fid)
     if (inode.pfs is not None or pending) and tx.names_of(fid):
         path = path_of(tx, fid)
         if not pending or pending[-1][1].kind != OpKind.ATTR or pending[-1][1].path != path:
             issue(tx, ctx, Op(OpKind.ATTR, path, ctx.node, fid=fid))
-    return new
 
 
 def with_xattr(inode: Inode, ctx: Ctx, name: bytes, value: bytes | None) -> Inode:
@@ -83,3 +88,7 @@ def set_xattr(tx: Tx, ctx: Ctx, fid: int, name: bytes, value: bytes | None) -> N
     if inode is None:
         raise FsError(errno.ENOENT)
     tx.put(inode_key(fid), with_xattr(inode, ctx, name, value))
+    if inode.kind == "d":
+        issue_dirattr(tx, ctx, fid)
+    elif inode.kind == "f":
+        _issue_attr(tx, ctx, fid, inode)

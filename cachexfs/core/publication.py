@@ -244,6 +244,25 @@ def pfs_copy_found(tx: Tx, ctx: Ctx, fid: int, gen: int, same: Callable[[PfsCopy
     return True
 
 
+def pfs_copy_changed(tx: Tx, fid: int, before: PfsCopy, error: str, *, fall: bool) -> None:
+    """The PFS has another file where a content had landed (``before``). ``fall``: it counts as missing there. It is not
+    copied there again: that file is somebody's."""
+    inode = tx.inode(fid)
+    if inode is None or inode.pfs != before or inode.writing or tx.ops_of(fid):
+        return
+    new = msgspec.structs.replace(inode, error=error)
+    if fall:
+        new = msgspec.structs.replace(new, pfs=msgspec.structs.replace(before, missing=True), t_pfs_s=0.0)
+    tx.put(inode_key(fid), new)
+
+
+def note_pfs_copy(tx: Tx, fid: int, before: PfsCopy, after: PfsCopy) -> None:
+    """What identifies a content on the PFS is something else now: its attributes were set there."""
+    inode = tx.inode(fid)
+    if inode is not None and inode.pfs == before:
+        tx.put(inode_key(fid), msgspec.structs.replace(inode, pfs=after))
+
+
 def note_error(tx: Tx, ctx: Ctx, fid: int, error: str) -> None:
     """Show the last error of replication or drain on a file; empty clears it."""
     inode = tx.inode(fid)

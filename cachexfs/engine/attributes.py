@@ -13,6 +13,7 @@ from cachexfs.core.records import ROOT_FID, Inode
 from cachexfs.core.routes import DIRECT, PARTNER
 from cachexfs.engine.completeness import Checkpoint, Completeness, Piece
 from cachexfs.engine.files import Files
+from cachexfs.engine.health import pfs_health
 from cachexfs.engine.node import Node
 
 PREFIX = b"user.cachex."
@@ -91,6 +92,8 @@ class Attributes:
         error = inode.error or node.errors.get(f"conflict:{fid:x}", "")
         if stage == Boundary.LOST:
             error = error or NO_COPY[inode.route == DIRECT]
+        if not error and not on_pfs and stage != Boundary.WRITING and (health := pfs_health(node)).away:
+            error = health.words
         if error:
             found["error"] = error
         return found
@@ -131,6 +134,8 @@ class Attributes:
         }
         if self.node.replica_count:
             found["eta.partner"] = self._eta("partner", pending, 0.0, reached=weakest >= Boundary.PARTNER)
+        if not error and weakest not in (Boundary.PFS, Boundary.WRITING) and (health := pfs_health(self.node)).away:
+            error = health.words
         if error:
             found["error"] = error
         checkpoint = await self.completeness.checkpoint(fid)

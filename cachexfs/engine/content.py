@@ -23,10 +23,12 @@ import trio
 from cachexfs.core import manifest as manifests
 from cachexfs.core import publication
 from cachexfs.core.digest import BLOCK_BYTES, block_count, block_digest, block_length, split_blocks, tree_digest
-from cachexfs.core.records import Copy, Generation, OpKind
+from cachexfs.core.landed import CHANGED, Landed
+from cachexfs.core.records import Copy, Generation, Inode, OpKind
+from cachexfs.engine.copying import copy_bytes
 from cachexfs.engine.fill import Fills
 from cachexfs.engine.node import Node
-from cachexfs.engine.vnode import copy_bytes
+from cachexfs.engine.pfs_copies import PfsCopies
 from cachexfs.errors import CacheXError, CorruptError, FsError, quoted
 
 log = logging.getLogger(__name__)
@@ -35,6 +37,7 @@ CACHE_BLOCKS_MAX = 128
 BLOCKS_AT_ONCE = 8
 SOURCES_MAX = 10_000  # files whose reads are told apart; the oldest are forgotten
 PFS_DEADLINE_S = 15.0
+PFS_LOOKS = 2
 PEER_DEADLINE_S = 15.0
 
 BlockKey = tuple[int, int, int]  # (file id, generation, block index)
@@ -51,6 +54,7 @@ class Reader:
         self.node = node
         self._blocks: OrderedDict[BlockKey, bytes] = OrderedDict()
         self._fetching: dict[BlockKey, trio.Event] = {}
+        self.copies = PfsCopies(node)
         self.fills = Fills(node, self._copy_segment)
         self._digests: OrderedDict[tuple[str, int], list[bytes] | None] = OrderedDict()
         self.sources: dict[bytes, dict[str, int]] = defaultdict(lambda: defaultdict(int))
@@ -159,11 +163,15 @@ class Reader:
         assert self.node.pfs is not None
         if self.node.pfs.state != "ok":  # one wait for a hung PFS is enough: that of the block that the reader asks for
             raise FsError(errno.EIO, f"the PFS is {self.node.pfs.state}")
+        asked, expected = self._expected(fid, content)
         for name in self.pfs_paths(fid):
             try:
-                return await self.node.pfs.fetch(name, offset, length, path, PFS_DEADLINE_S) == length
+                return await self.node.pfs.fetch(name, offset, length, path, PFS_DEADLINE_S, expected) == length
             except FileNotFoundError:
                 continue
+            except OSError as error:
+                if error.errno != CHANGED or asked is None or not await self.copies.found_changed(fid, asked):
+                    raise
         return False
 
     async def _block(self, fid: int, content: Generation, index: int) -> bytes:
@@ -210,9 +218,13 @@ class Reader:
                 reasons.append(f"{label}: {error or type(error).__name__}")
                 if copy is not None and isinstance(error, (CorruptError, FileNotFoundError)):
                     bad.append((copy.node, copy.store))
+                elif label == "pfs" and isinstance(error, CorruptError):
+                    await self.copies.note_bad(fid, content.gen)
                 continue
             if bad:
                 await self._report(fid, content, bad, reasons)
+            if label == "pfs":
+                await self.copies.note_found(fid, content.gen)
             return block, label
         if bad:
             await self._report(fid, content, bad, reasons)
@@ -237,7 +249,7 @@ class Reader:
             elif node.peers is not None and node.live(copy.node):
                 found.append((label, copy, copy.node, partial(self._ask, copy.node, content.stage, offset, length)))
         if inode is not None and inode.pfs is not None and inode.pfs.gen == content.gen and node.pfs is not None:
-            found.append(("pfs", None, None, partial(self._read_pfs, fid, offset, length)))
+            found.append(("pfs", None, None, partial(self._read_pfs, fid, content, offset, length)))
         if content.stage:
             found += self._unrecorded(content, offset, length, {copy.node for copy in copies})
         return found
@@ -266,45 +278,41 @@ class Reader:
         with trio.fail_after(PEER_DEADLINE_S):
             return await self.node.peers.read(name, stage, offset, length)
 
-    async def _read_pfs(self, fid: int, offset: int, length: int) -> bytes:
+    def _expected(self, fid: int, content: Generation) -> tuple[Inode | None, Landed | None]:
+        """A file's record, and what the PFS is to have of a content; None where that is not known."""
+        inode = self.node.catalogue.view.inode(fid)
+        if inode is None or inode.pfs is None or inode.pfs.gen != content.gen:
+            return None, None
+        return inode, self.copies.expected(fid, inode)
+
+    async def _read_pfs(self, fid: int, content: Generation, offset: int, length: int) -> bytes:
+        """Raises ``FileNotFoundError``, and OSError (CHANGED) where the PFS has another file."""
+        for again in reversed(range(PFS_LOOKS)):
+            asked, expected = self._expected(fid, content)
+            try:
+                return await self._read_pfs_once(fid, content.gen, offset, length, expected)
+            except OSError as error:
+                if error.errno != CHANGED or asked is None:
+                    raise
+                same = await self.copies.found_changed(fid, asked)
+                moved = self._expected(fid, content) != (asked, expected)  # what is there is what the record says now
+                if not again or not (same or moved):
+                    raise
+        raise AssertionError
+
+    async def _read_pfs_once(self, fid: int, gen: int, offset: int, length: int, expected: Landed | None) -> bytes:
         missing = FileNotFoundError(errno.ENOENT, "no name on the PFS")
         paths = self.pfs_paths(fid) if self.node.pfs is not None else []
         for path in paths:
             try:
                 assert self.node.pfs is not None
-                found = await self.node.pfs.read(path, offset, length, PFS_DEADLINE_S)
-                await self._note_found(fid, path)
+                return await self.node.pfs.read(path, offset, length, PFS_DEADLINE_S, expected)
             except FileNotFoundError as error:
                 missing = error
-            else:
-                return found
-        await self._note_gone(fid, paths)
+        if paths and self.pfs_paths(fid) == paths:  # else it has got another name meanwhile
+            with suppress(CacheXError):
+                await self.copies.note_gone(fid, paths[0], gen)
         raise missing
-
-    async def _note_gone(self, fid: int, paths: list[bytes]) -> None:
-        """The PFS is whole and has none of these: that claim falls, unless the file has got another name meanwhile."""
-        node, inode = self.node, self.node.catalogue.view.inode(fid)
-        if inode is None or not paths or not node.on_pfs(fid, inode) or self.pfs_paths(fid) != paths:
-            return
-        log.error("%r is gone from the PFS", paths[0])
-        ctx, holders, why = node.ctx(), node.holders(inode), "somebody has removed it from the PFS"
-        with suppress(CacheXError):
-            await node.catalogue.mutate(lambda tx: publication.pfs_copy_gone(tx, ctx, fid, inode.gen, holders, why))
-
-    async def _note_found(self, fid: int, path: bytes) -> None:
-        """What the PFS had denied is there: if it is what was there before, it is claimed again."""
-        node, inode = self.node, self.node.catalogue.view.inode(fid)
-        if inode is None or inode.pfs is None or not inode.pfs.missing or node.pfs is None:
-            return
-        stat, ctx = await node.pfs.stat(path, PFS_DEADLINE_S), node.ctx()
-        same = (stat.size, stat.mtime_ns)
-        with suppress(CacheXError):
-            if await node.catalogue.mutate(
-                lambda tx: publication.pfs_copy_found(
-                    tx, ctx, fid, inode.gen, lambda copy: (copy.size, copy.mtime_ns) == same
-                )
-            ):
-                log.warning("%r is on the PFS after all", path)
 
     async def _block_digests(self, fid: int, content: Generation, holder: str | None) -> list[bytes] | None:
         """Block digests of a content, checked against the catalogue.

@@ -1,9 +1,9 @@
 """The drain: pending operations land on the PFS, in the order that promise 3 allows.
 
 Role: level-triggered scheduling. The catalogue holds the pending operations; each node carries out its own, and a
-survivor those of a lost node. ``core/waits`` says who waits for whom and what is stuck; ``drain_files`` carries out the
-files, made ready before they may land, oldest first; ``drain_names`` the rest; ``owners`` says which are this node's;
-``claims`` decides about commit files.
+survivor those of a lost node. ``core/waits`` says who waits for whom and what is stuck, ``owners`` whose a change is,
+``drain_puts`` what need not land; ``drain_files`` carries out the files, made ready before they may land, oldest first;
+``drain_names`` the rest; ``drain_errors`` shows what fails; ``claims`` decides about commit files.
 
 Concurrency: one task per operation that can make progress; an operation that waits has no task. A failure backs off,
 shows in ``error``, and is tried until it succeeds; what the PFS refuses repeatedly is *parked*: tried slowly, and
@@ -13,42 +13,36 @@ others stop waiting for it. A hung PFS holds tasks here, never the loop.
 from __future__ import annotations
 
 import errno
-import heapq
 import logging
-import os
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Collection
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import msgspec
 import trio
 
-from cachexfs.core import claims, publication
-from cachexfs.core.changes import errno_name
-from cachexfs.core.order import Seq
 from cachexfs.core.records import AnyRecord, Inode, Life, Op, OpKind
 from cachexfs.core.records import Node as NodeRecord
 from cachexfs.core.replica import Applied
-from cachexfs.core.routes import DIRECT
 from cachexfs.core.transaction import Tx
-from cachexfs.core.waits import Waits
 from cachexfs.engine.content import Reader
-from cachexfs.engine.drain_files import RETRY_FIRST_S, RETRY_MAX_S, DrainFiles, Progress
+from cachexfs.engine.drain_errors import Attempts, DrainErrors, Progress
+from cachexfs.engine.drain_files import DrainFiles
 from cachexfs.engine.drain_names import DrainNames
 from cachexfs.engine.drain_open import OPEN, StayOpen
+from cachexfs.engine.drain_puts import Puts
 from cachexfs.engine.files import Files
+from cachexfs.engine.health import pfs_health
 from cachexfs.engine.node import Node
 from cachexfs.engine.owners import FENCE_S, Owners, check_reach
+from cachexfs.engine.turns import OldestFirst
 from cachexfs.engine.vnode import Vnode
 from cachexfs.errors import CacheXError, NotDurableError, quoted
 
 log = logging.getLogger(__name__)
 
 META_TASKS_MAX = 16
-PARK_AFTER = 4  # refusals, some seconds in all
-_FULL = (errno.ENOSPC, errno.EDQUOT)  # parked at once: removals must not wait for what they make room for
-_PASSING = (errno.EIO, errno.EBUSY, errno.EINTR, errno.EAGAIN, errno.ETIMEDOUT, errno.ENOTCONN, errno.ESTALE)
+LANDS_BY_ITSELF = "it lands by itself once that answers"
 
 
 @dataclass(slots=True)
@@ -56,50 +50,8 @@ class _State:
     """One operation of this node: whether its file is ready under the hidden name, and when to try again."""
 
     ready: bool = False
-    delay_s: float = 0.0
-    refusals: int = 0
     running: bool = False
-    late: bool = False  # a call of it was given up, and may land yet
-
-
-class _OldestFirst:
-    """So many at a time; who waits goes on in the order of visibility."""
-
-    def __init__(self, count: int) -> None:
-        self._free = count
-        self._waiting: list[tuple[Seq, int, trio.Event]] = []
-        self._number = 0
-
-    @asynccontextmanager
-    async def slot(self, seq: Seq) -> AsyncIterator[None]:
-        await self._take(seq)
-        try:
-            yield
-        finally:
-            self._give()
-
-    async def _take(self, seq: Seq) -> None:
-        if self._free:
-            self._free -= 1
-            return
-        self._number += 1
-        mine = (seq, self._number, trio.Event())
-        heapq.heappush(self._waiting, mine)
-        try:
-            await mine[2].wait()
-        except trio.Cancelled:
-            if mine[2].is_set():
-                self._give()
-            else:
-                self._waiting.remove(mine)
-                heapq.heapify(self._waiting)
-            raise
-
-    def _give(self) -> None:
-        if self._waiting:
-            heapq.heappop(self._waiting)[2].set()
-        else:
-            self._free += 1
+    attempts: Attempts = field(default_factory=Attempts)
 
 
 def _holds(record: AnyRecord) -> object:
@@ -120,12 +72,14 @@ class Drainer:
         self.owners = Owners(node)
         self.responsible = self.owners.responsible
         self.stay_open = StayOpen(node, files)
-        self.waits = Waits(self._lost, self._members)
+        self.puts = Puts(node, self.owners, self.ready)
+        self.waits = self.puts.waits
+        self.errors = DrainErrors(node, self.owners, self.progress)
         self._states: dict[bytes, _State] = {}
         self._runnable: dict[bytes, None] = {}
         self._wake = trio.Event()
         self._nursery: trio.Nursery | None = None
-        self._copy_slots = _OldestFirst(max(1, node.options.drain_workers))
+        self._copy_slots = OldestFirst(max(1, node.options.drain_workers))
         self._meta_slots = trio.CapacityLimiter(META_TASKS_MAX)
         self._landed = trio.Event()
         self.on_landed: Callable[[], None] = lambda: None
@@ -160,7 +114,7 @@ class Drainer:
         freed = self.waits.remove(key)
         self._states.pop(key, None)
         self._runnable.pop(key, None)
-        self.progress.errors.pop(key, None)
+        self.errors.over(key)
         self._consider(*freed)
         self._tell()
 
@@ -168,18 +122,6 @@ class Drainer:
         self._landed.set()
         self._landed = trio.Event()
         self.on_landed()
-
-    def _lost(self, op: Op) -> bool:
-        """Whether nobody has the bytes of a PUT any more."""
-        inode = self.node.catalogue.view.inode(op.fid)
-        if inode is None or not op.size or op.cancelled or (op.gen != inode.gen and self.node.live(op.owner)):
-            return False
-        return not self.node.holders(inode)
-
-    def _members(self, op: Op) -> Collection[bytes] | None:
-        """What the commit file that an operation lands lists."""
-        inode = self.node.catalogue.view.inode(op.fid)
-        return self.node.members(op.fid, op.gen or (inode.gen if inode is not None else 0))
 
     def _consider(self, *keys: bytes) -> None:
         """Start what can make progress, of these and of those that were stuck behind them."""
@@ -202,15 +144,15 @@ class Drainer:
             return False
         if op.kind == OpKind.PUT and not op.cancelled and self.files.busy(op.fid):
             return False
-        if op.kind == OpKind.PUT and not op.ready and self._lost(op):
-            self.progress.errors.pop(key, None)  # ``losses`` tells; a copy that comes back brings us here
+        if op.kind == OpKind.PUT and not op.ready and self.puts.lost(op):
+            self.errors.over(key)  # ``losses`` tells; a copy that comes back brings us here
             return False
         blocker = self.waits.blocker(key)
         if blocker is None:
             return True
         if op.kind != OpKind.PUT:
             return False
-        return not state.ready or self._unneeded(key, op) or (not op.ready and self.waits.stuck(blocker))
+        return not state.ready or self.puts.unneeded(key, op) or (not op.ready and self.waits.stuck(blocker))
 
     async def _await_fence(self, name: str) -> None:
         """A node has gone: what it had begun is taken over when nothing of it can come late any more."""
@@ -241,59 +183,18 @@ class Drainer:
         try:
             if op is not None:
                 await self._carry_out(key, op, state)
-                state.delay_s, state.refusals = 0.0, 0
-                self.progress.errors.pop(key, None)
+                state.attempts = Attempts(late=state.attempts.late)
+                self.errors.over(key)
         except (CacheXError, OSError, trio.TooSlowError) as error:
             now = self.node.catalogue.view.op(key)
             if op is None or now is None or (now.cancelled and not op.cancelled):
                 return  # removed meanwhile, with its bytes: no error
-            state.delay_s = min(max(state.delay_s * 2, RETRY_FIRST_S), RETRY_MAX_S)
-            state.late = state.late or isinstance(error, trio.TooSlowError)
-            await self._show(key, op, error, state)
-            await trio.sleep(state.delay_s)
+            await self.errors.failed(key, op, error, state.attempts)
+            await trio.sleep(state.attempts.delay_s)
         finally:
             state.running = False
             if op is None or op.kind != OpKind.PUT or not self.files.busy(op.fid):
                 self._consider(key)
-
-    # ---- what fails
-    async def _show(self, key: bytes, op: Op, error: BaseException, state: _State) -> None:
-        what = str(error)
-        if isinstance(error, OSError) and error.errno:
-            said, plain = error.strerror or "", os.strerror(error.errno)
-            what = errno_name(error.errno) if said == plain else f"{said} [{errno.errorcode.get(error.errno)}]"
-        if isinstance(error, trio.TooSlowError):
-            what = "the PFS does not answer"
-        text = f"drain: {op.kind}: {what}; next try in {state.delay_s:.2g} s"
-        self.progress.errors[key] = text
-        log.warning("%r: %s", op.path, text)
-        now = self.node.catalogue.view.op(key)
-        parked = self._parks(error, state)
-        ctx = self.node.ctx()
-
-        def note(tx: Tx) -> None:
-            there = tx.read(key)
-            if parked and isinstance(there, Op) and there.parked != parked:
-                tx.put(key, msgspec.structs.replace(there, parked=parked))
-            if op.kind == OpKind.PUT:
-                publication.note_error(tx, ctx, op.fid, text)
-
-        try:
-            if parked or op.kind == OpKind.PUT:
-                await self.node.catalogue.mutate(note)
-            if now is not None and now.begun and not state.late:
-                await self.owners.ended(key)
-        except CacheXError as unavailable:
-            log.warning("the error could not be recorded: %s", unavailable)
-
-    def _parks(self, error: BaseException, state: _State) -> str:
-        """The name of an errno with which the PFS has refused an operation often enough; "" if it has not."""
-        code = error.errno if isinstance(error, OSError) else None
-        if code is None or code in _PASSING:
-            state.refusals = 0
-            return ""
-        state.refusals += 1
-        return errno.errorcode.get(code, str(code)) if state.refusals >= PARK_AFTER or code in _FULL else ""
 
     # ---- operations
     async def _carry_out(self, key: bytes, op: Op, state: _State) -> None:
@@ -319,7 +220,7 @@ class Drainer:
         return bool(later) and later[0].kind in makes
 
     async def _put(self, key: bytes, op: Op, state: _State) -> None:
-        if self._unneeded(key, op):
+        if self.puts.unneeded(key, op):
             if self._is_withheld(op):
                 await self._withhold(key, op, state)
             else:
@@ -327,8 +228,8 @@ class Drainer:
             return
         if self.files.busy(op.fid):
             return  # its last close brings it back: see ``released``
-        if not state.ready and self._is_gone(op):
-            await self._tear(key, op)
+        if not state.ready and self.puts.is_gone(op):
+            await self.puts.tear(key, op)
             return
         if not state.ready:
             async with self._copy_slots.slot(self.waits.order.seq(key)):
@@ -341,11 +242,11 @@ class Drainer:
             state.ready = True
         blocker = self.waits.blocker(key)
         if blocker is not None:
-            await self._note_ready(key, ready=self.waits.stuck(blocker) or op.ready or self._is_only_copy(op))
+            await self._note_ready(key, ready=self.waits.stuck(blocker) or op.ready or self.puts.is_only_copy(op))
             return
         async with self._meta_slots:
             current, there = await self.owners.own(key, begin=False), self.node.catalogue.view.op(key)
-            if current is not None and not self._unneeded(key, current):
+            if current is not None and not self.puts.unneeded(key, current):
                 if not await self.ready.land(key, current):
                     state.ready = False
                     await self._note_ready(key, ready=False)
@@ -372,40 +273,6 @@ class Drainer:
             if current is not None and current.cancelled and self._is_withheld(current):
                 state.ready = await self.ready.land(key, current, f"{op.fid:x}.{op.gen:x}")
 
-    def _is_gone(self, op: Op) -> bool:
-        """Whether no node has the bytes of a file that was removed or written anew: they do not come back."""
-        inode = self.node.catalogue.view.inode(op.fid)
-        if inode is None:
-            return not self.ready.has_source(op) and all(name == self.node.name for name in self.owners.holders(op))
-        if self._next(op) is None or self.ready.has_own(op):
-            return False
-        return not self.owners.has_part(op, inode) or all(name == self.node.name for name in self.owners.holders(op))
-
-    def _next(self, op: Op) -> bytes | None:
-        """The PUT of the next content of the same file."""
-        later = ((o.gen, k) for k, o in self.node.catalogue.view.ops_of(op.fid) if o.kind == OpKind.PUT)
-        return min((row for row in later if row[0] > op.gen), default=(0, None))[1]
-
-    async def _tear(self, key: bytes, op: Op) -> None:
-        """A commit file was to land after bytes that are lost, and whose file is removed or has other bytes since."""
-        view, order, following, torn = self.node.catalogue.view, self.waits.order, self._next(op), list[bytes]()
-        for other, names in order.claimants(key, lambda fid: view.inode(fid) is not None):
-            if following is not None and order.seq(other) > order.seq(following):
-                break  # it claims what is there then
-            commit = view.op(other)
-            if commit is not None and any(map(self.waits.claims(commit), names)):
-                torn.append(other)
-        inode = view.inode(op.fid)
-        nowhere = inode is not None and inode.pfs is None
-        moved = nowhere and following is not None and order.moved_between(op.path, key, following)
-        log.warning("%r: its bytes are lost, and it has changed: %d commit files do not land", op.path, len(torn))
-        await self.node.catalogue.mutate(lambda tx: claims.tear(tx, key, torn, keep_name=moved))
-
-    def _is_only_copy(self, op: Op) -> bool:
-        """Whether what is ready is all that the loss of this node would leave: a survivor lands it then."""
-        inode = self.node.catalogue.view.inode(op.fid)
-        return inode is not None and inode.route == DIRECT and self.node.replica_count > 0
-
     async def _note_ready(self, key: bytes, *, ready: bool) -> None:
         """Tell the others, where a file may stay ready for long, or is not ready any more."""
 
@@ -418,18 +285,6 @@ class Drainer:
         if op is not None and (op.ready != ready or op.parked):
             await self.node.catalogue.mutate(note)
         self._tell()
-
-    def _unneeded(self, key: bytes, op: Op) -> bool:
-        """Whether a PUT need not land: removed since (and no commit file wants it all the same), or superseded."""
-        view = self.node.catalogue.view
-        if view.inode(op.fid) is not None:
-            return op.cancelled or self._superseded(key, op)
-        return op.cancelled or not self.waits.order.claimed_after(key, lambda fid: view.inode(fid) is not None)
-
-    def _superseded(self, key: bytes, op: Op) -> bool:
-        """A later content of the same file is pending and nothing in between waits for this one."""
-        later = [k for k, o in self.node.catalogue.view.ops_of(op.fid) if o.kind == OpKind.PUT and o.gen > op.gen]
-        return bool(later) and not self.waits.order.commit_between(op.path, key, later[0])
 
     async def _give_up(self, key: bytes, op: Op) -> None:
         """An operation need not land any more: its prepared file goes first, unless it is a later content's, too."""
@@ -499,6 +354,11 @@ class Drainer:
         """Of these, what does not wait for a commit file that nobody has written yet, or for bytes that are lost."""
         return [row for row in self.own_pending() if not self.waits.stuck(row[0]) or row[1].parked]
 
+    def held_up(self) -> int:
+        """How many of these wait because the PFS does not answer."""
+        away = bool(self.progress.held_up) or pfs_health(self.node).away
+        return len(self.in_progress()) if away else 0
+
     def pending_bytes(self) -> int:
         """Bytes of the job that are not on the PFS yet."""
         return sum(op.size for _, op, _ in self.node.catalogue.view.ops() if op.kind == OpKind.PUT and not op.cancelled)
@@ -506,7 +366,7 @@ class Drainer:
     def reason(self, key: bytes) -> str:
         """Why an operation has not landed, in words."""
         op = self.node.catalogue.view.op(key)
-        if op is not None and op.kind == OpKind.PUT and not op.ready and self._lost(op):
+        if op is not None and op.kind == OpKind.PUT and not op.ready and self.puts.lost(op):
             return "is lost: no copy of its bytes is left"
         if key in self.progress.errors:
             return self.progress.errors[key]
@@ -515,12 +375,15 @@ class Drainer:
         if op is not None and self.waits.is_held(key):
             ready = "is ready under a hidden name and " if op.kind == OpKind.PUT and op.ready else ""
             return f"{ready}waits for a new commit file: the checkpoint that is whole on the PFS stays until then"
+        if op is not None and op.kind == OpKind.PUT and self.files.busy(op.fid):
+            return "waits until the writer that has the file open closes it"
+        health = pfs_health(self.node)
+        if health.away or key in self.progress.held_up:
+            return f"{health.words if health.away else 'the PFS did not answer'}; {LANDS_BY_ITSELF}"
         if op is not None and op.parked and op.parked != OPEN:
             return f"was refused repeatedly ({op.parked}) and is tried again slowly (node {op.owner})"
         if waits is not None:
             return f"waits for the {waits.kind} of {quoted(waits.path)} (node {waits.owner}), which must land first"
-        if op is not None and op.kind == OpKind.PUT and self.files.busy(op.fid):
-            return "waits until the writer that has the file open closes it"
         if op is not None and not self.node.live(op.owner):
             fence_s = self.owners.fence_s(op)
             late = f" in {fence_s:.0f} s, when no call that it had begun can land late any more" if fence_s else ""

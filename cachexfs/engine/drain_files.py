@@ -12,7 +12,6 @@ from __future__ import annotations
 import errno
 import logging
 import os
-from dataclasses import dataclass, field
 
 import msgspec
 import trio
@@ -23,6 +22,7 @@ from cachexfs.core.landed import same_time
 from cachexfs.core.records import Generation, Inode, Op, OpKind, PfsCopy
 from cachexfs.core.replica import Applied
 from cachexfs.core.transaction import Tx
+from cachexfs.engine.drain_errors import RETRY_FIRST_S, RETRY_MAX_S, Progress
 from cachexfs.engine.interfaces import Pfs, PfsAttrs, PfsStat
 from cachexfs.engine.node import Node
 from cachexfs.engine.recover import check_stage
@@ -30,7 +30,6 @@ from cachexfs.errors import CacheXError, FsError
 
 log = logging.getLogger(__name__)
 
-RETRY_FIRST_S, RETRY_MAX_S = 0.25, 15.0
 STALL_S = 20.0  # without progress, a call on the PFS counts as hung
 _GEN_MAX = 1 << 62
 WITHHELD = "kept off the PFS, because a file that it names has changed or is lost"
@@ -42,15 +41,6 @@ class _Record(msgspec.Struct):
     fid: int
     gen: int
     store: str = ""
-
-
-@dataclass(slots=True)
-class Progress:
-    """Numbers for ``status``."""
-
-    landed_bytes: int = 0
-    landed_ops: int = 0
-    errors: dict[bytes, str] = field(default_factory=dict)
 
 
 class DrainFiles:

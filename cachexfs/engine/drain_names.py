@@ -9,15 +9,18 @@ Concurrency: one task per operation, in the order that ``drain`` allows.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 
 import msgspec
 
+from cachexfs.core import publication
 from cachexfs.core import records as rec
 from cachexfs.core.changes import finish_op
 from cachexfs.core.records import Inode, Op, OpKind, PfsCopy
 from cachexfs.core.transaction import Tx
 from cachexfs.engine.content import Reader
-from cachexfs.engine.drain_files import STALL_S, Progress
+from cachexfs.engine.drain_errors import Progress
+from cachexfs.engine.drain_files import STALL_S
 from cachexfs.engine.interfaces import Pfs, PfsAttrs, PfsStat
 from cachexfs.engine.node import Node
 from cachexfs.engine.owners import check_reach
@@ -218,17 +221,19 @@ class DrainNames:
             found = await self._stat(op.path)
             if found is None or found.ino != there.ino:
                 raise
-        await self._run("attr", op.path, attrs=self.node.pfs_attrs(inode))  # also syncs what was done before
+        attrs = replace(self.node.pfs_attrs(inode), xattrs=inode.xattrs)
+        await self._run("attr", op.path, attrs=attrs)  # also syncs what was done before
         for path in self.reader.pfs_names(op.fid):
             if path != op.path:
                 await self._run("link", op.path, path)
         now_s = self.node.clock.now_s()
+        visible = await self._identified(op.path, msgspec.structs.replace(inode, pfs=_shown(there)))
 
         def back(tx: Tx) -> None:
             now = tx.inode(op.fid)
             if finish_op(tx, ctx, key) is None or now is None or now.pfs is None:
                 return
-            pfs = msgspec.structs.replace(now.pfs, hidden="")
+            pfs = visible if visible is not None and now.pfs == there else _shown(now.pfs)
             tx.put(rec.inode_key(op.fid), msgspec.structs.replace(now, pfs=pfs, t_pfs_s=now_s, error=""))
 
         ctx = self.node.ctx()
@@ -245,13 +250,16 @@ class DrainNames:
         path = op.path
         # Of a file of which nothing has landed, because what was to has lost its bytes, the next content brings them.
         awaited = inode is not None and inode.pfs is None and any(o.kind == OpKind.PUT for _, o in view.ops_of(op.fid))
-        if inode is not None and not awaited and (inode.pfs is None or not inode.pfs.hidden):
-            times = view.dir_times(op.fid) if op.kind == OpKind.DIRATTR else None
-            if op.kind == OpKind.DIRATTR:
-                path = self.reader.pfs_path(op.fid) or b""
-            await self._run("attr", path, attrs=self.node.pfs_attrs(inode, times))
+        where = self.reader.pfs_path(op.fid) if op.kind == OpKind.DIRATTR else path  # b"" is the root
+        if inode is not None and where is not None and not awaited and (inode.pfs is None or not inode.pfs.hidden):
+            times, path = view.dir_times(op.fid) if op.kind == OpKind.DIRATTR else None, where
+            attrs = replace(self.node.pfs_attrs(inode, times), xattrs=inode.xattrs)
+            await self._run("attr", path, attrs=attrs)
+        there = await self._identified(path, inode) if op.kind == OpKind.ATTR else None
 
         def done(tx: Tx) -> None:
+            if there is not None and inode is not None and inode.pfs is not None:
+                publication.note_pfs_copy(tx, op.fid, inode.pfs, there)
             now, now_inode = tx.view.entry(key), tx.view.entry(rec.inode_key(op.fid))
             unchanged = (now_inode.modified if now_inode else 0) == (seen.modified if seen else 0)
             if now is not None and now.modified == entry.modified and (unchanged or op.kind == OpKind.DIRATTR):
@@ -260,6 +268,20 @@ class DrainNames:
 
         ctx = self.node.ctx()
         await self.node.catalogue.mutate(done)
+
+    async def _identified(self, path: bytes, inode: Inode | None) -> PfsCopy | None:
+        """What identifies a file on the PFS whose attributes were set there just now; None if it was none of ours."""
+        there = inode.pfs if inode is not None and inode.kind == "f" else None
+        if there is None or there.hidden or there.missing or not there.ino:
+            return None
+        found = await self._stat(path)
+        if found is None or (found.ino, found.size) != (there.ino, there.size):
+            return None
+        return msgspec.structs.replace(there, mtime_ns=found.mtime_ns)
+
+
+def _shown(there: PfsCopy) -> PfsCopy:
+    return msgspec.structs.replace(there, hidden="")
 
 
 async def _unknown(fid: int) -> bool:

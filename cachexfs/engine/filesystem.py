@@ -227,8 +227,14 @@ class Filesystem(Names):
                 await trio.sleep(0.2)
         raise FsError(
             errno.EIO,
-            f"fsync: {wanted!r} not reached in {self.node.options.fsync_timeout_s:.0f} s: {reason or 'no answer'}",
+            f"fsync: {wanted!r} not reached in {self.node.options.fsync_timeout_s:.0f} s: "
+            f"{reason or self._held_back(vnode) or 'no answer'}",
         )
+
+    def _held_back(self, vnode: Vnode) -> str:
+        """Why a published content has not reached the PFS."""
+        puts = [key for key, op in self.node.catalogue.view.ops_of(vnode.fid) if op.kind == OpKind.PUT]
+        return self.parts.drainer.reason(puts[-1]) if puts else ""
 
     async def _fsync_once(self, vnode: Vnode, wanted: str) -> None:
         if wanted == "pfs":

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from cachexfs.core.formats import Members
+from cachexfs.core.landed import Landed
 from cachexfs.core.records import Copy, Generation
 from cachexfs.core.replica import Applied, Replica
 from cachexfs.core.transaction import Tx
@@ -107,15 +108,20 @@ class Peers(Protocol):
         ...
 
 
+Xattrs = tuple[tuple[bytes, bytes], ...]
+
+
 @dataclass(frozen=True, slots=True)
 class PfsAttrs:
-    """Attributes that a PFS operation sets: mode (permission bits), uid, gid (None: leave), times in ns."""
+    """Attributes that a PFS operation sets: mode (permission bits), uid, gid (None: leave), times in ns, the user's
+    extended attributes (None: leave; best effort, for the PFS may not take them)."""
 
     mode: int
     uid: int | None
     gid: int | None
     atime_ns: int
     mtime_ns: int
+    xattrs: Xattrs | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +140,7 @@ class PfsStat:
     mtime_ns: int
     ctime_ns: int
     target: bytes = b""
+    xattrs: Xattrs = ()  # of a listing whose xattrs were asked for
 
 
 class PreparedFile(Protocol):
@@ -165,6 +172,16 @@ class Pfs(Protocol):
     @property
     def error(self) -> str:
         """Why ``state`` is not "ok"; empty when it is."""
+        ...
+
+    @property
+    def away_s(self) -> float:
+        """For how many seconds ``state`` has not been "ok"; 0 while it is."""
+        ...
+
+    @property
+    def waiting(self) -> tuple[str, float]:
+        """The call that has gone longest without a sign of progress, in words, and for how many seconds; "", 0."""
         ...
 
     async def prepare(
@@ -199,16 +216,35 @@ class Pfs(Protocol):
         """lstat."""
         ...
 
+    async def stats(self, paths: Sequence[bytes], deadline_s: float) -> list[PfsStat | int | None]:
+        """lstat of many paths in one call: for each a stat, None where it is certainly not there, an errno."""
+        ...
+
+    async def check(self, path: bytes, size: int, digest: bytes, deadline_s: float) -> PfsStat | None:
+        """The stat of a file whose ``size`` bytes have this xxh3_128; None where they have not. Reads all of it."""
+        ...
+
     async def listing(self, path: bytes, deadline_s: float) -> list[tuple[bytes, PfsStat]]:
         """Names and stats of a directory, without ``.cachexfs``."""
         ...
 
-    async def read(self, path: bytes, offset: int, length: int, deadline_s: float) -> bytes:
-        """Bytes of a file on the PFS."""
+    async def xattrs(self, path: bytes, deadline_s: float) -> dict[bytes, Xattrs]:
+        """The user's extended attributes (without ours) of the files and directories in a directory that have some."""
         ...
 
-    async def fetch(self, path: bytes, offset: int, length: int, target: str, deadline_s: float) -> int:
-        """Copy bytes of a file on the PFS to the same place of a local file; returns how many there were."""
+    async def read(
+        self, path: bytes, offset: int, length: int, deadline_s: float, expected: Landed | None = None
+    ) -> bytes:
+        """Bytes of a file on the PFS. OSError with ``core.landed.CHANGED`` when it is not the one that is expected."""
+        ...
+
+    async def fetch(
+        self, path: bytes, offset: int, length: int, target: str, deadline_s: float, expected: Landed | None = None
+    ) -> int:
+        """Copy bytes of a file on the PFS to the same place of a local file; returns how many there were.
+
+        ``expected`` as for ``read``.
+        """
         ...
 
     async def statvfs(self, deadline_s: float) -> tuple[int, int, int, int, int]:
@@ -268,6 +304,10 @@ class ContentSource(Protocol):
 
     async def room_freed(self) -> None:
         """Return when staging may have more room than before."""
+        ...
+
+    async def ask_room(self, length: int) -> bool:
+        """Wait a moment for the PFS's word on what could be evicted; whether ``make_room`` may do better now."""
         ...
 
     async def spill(self, length: int) -> bool:

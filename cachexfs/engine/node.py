@@ -196,7 +196,8 @@ class Node:
         if inode is None:
             return PfsAttrs(0o700, None, None, self.clock.now_ns(), self.clock.now_ns())
         mtime_ns = times.mtime_ns if times is not None else inode.mtime_ns
-        return PfsAttrs(inode.mode, inode.uid, inode.gid, inode.atime_ns, mtime_ns)
+        # None without any: what is new has none; the last one's removal is an operation of its own (``drain_names``).
+        return PfsAttrs(inode.mode, inode.uid, inode.gid, inode.atime_ns, mtime_ns, inode.xattrs or None)
 
     async def digests(self, fd: int, size: int, *, late: bool = False) -> tuple[bytes, bytes, list[bytes]]:
         """Digests of an open file's first bytes; in a thread unless it is a block or two. ``late``: nobody waits."""

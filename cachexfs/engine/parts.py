@@ -49,7 +49,8 @@ def assemble(node: Node, formats: FormatReader | None = None) -> Parts:
     """
     source = Source(node)
     files = Files(node, source)
-    replicator, drainer, keeper = Replicator(node, files, source), Drainer(node, files, source), Keeper(node, files)
+    replicator, drainer = Replicator(node, files, source), Drainer(node, files, source)
+    keeper = Keeper(node, files, source.copies)
     completeness = Completeness(node, files, source, formats)
     claims, losses, takeover = Claims(node, completeness, drainer), Losses(node, completeness), Takeover(node)
     source.keeper, source.replicator = keeper, replicator

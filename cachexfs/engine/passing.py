@@ -139,6 +139,12 @@ class Passing:
         has = has or (2 * need <= staging.limit_bytes and self.source.make_room(need))
         return has and staging.free_bytes(need) >= need
 
+    async def ask_room(self) -> None:
+        """Before a new file: have the PFS asked about what would leave memory for it, for a moment at most."""
+        need, staging = max(ROOM_BYTES_MIN, 3 * self._step_bytes), self.node.staging
+        if staging.used_bytes + need > staging.limit_bytes >= 2 * need:
+            await self.source.ask_room(need)
+
     def refresh(self, vnode: Vnode) -> None:
         """Count changes that the kernel has made to the staging file of a passed handle."""
         if not vnode.passed or vnode.fd < 0:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import errno
 import logging
+from dataclasses import replace
 
 import msgspec
 import trio
@@ -18,7 +19,7 @@ from cachexfs.core import records as rec
 from cachexfs.core.records import Dirent, DirTimes, Generation, Inode, PfsCopy
 from cachexfs.core.transaction import Tx
 from cachexfs.engine.content import Reader
-from cachexfs.engine.interfaces import Pfs, PfsStat
+from cachexfs.engine.interfaces import PfsStat
 from cachexfs.engine.node import Node
 from cachexfs.errors import FsError, quoted
 
@@ -26,6 +27,13 @@ log = logging.getLogger(__name__)
 
 IMPORT_DEADLINE_S = 20.0
 BATCH_NAMES = 24  # a transaction of an etcd that the site runs has 128 operations at most
+
+
+Row = tuple[bytes, PfsStat]
+
+
+class NotThereError(FsError):
+    """A directory that the PFS is whole without."""
 
 
 class Importer:
@@ -42,18 +50,21 @@ class Importer:
         if inode is None or inode.kind != "d" or inode.imported:
             return
         lock = self._locks.setdefault(fid, trio.Lock())
-        async with lock:
-            inode = self.node.catalogue.view.inode(fid)
-            if inode is not None and not inode.imported:
-                await self._import(fid)
-        self._locks.pop(fid, None)
+        try:
+            async with lock:
+                inode = self.node.catalogue.view.inode(fid)
+                if inode is not None and not inode.imported:
+                    await self._import(fid)
+        finally:
+            if not lock.locked():
+                self._locks.pop(fid, None)
 
     async def _import(self, fid: int) -> None:
         if self.reader.path(fid) is None:
             raise FsError(errno.ENOENT)
-        entries: list[tuple[bytes, PfsStat]] = []
+        entries: list[Row] = []
         if self.node.pfs is not None and not self.node.options.offline:
-            entries = await self._list(self.node.pfs, fid)
+            entries = await self.listing(fid)
         for start in range(0, len(entries), BATCH_NAMES):
             await self._take(fid, entries[start : start + BATCH_NAMES])
 
@@ -64,23 +75,31 @@ class Importer:
 
         await self.node.catalogue.mutate(done)
 
-    async def _list(self, pfs: Pfs, fid: int) -> list[tuple[bytes, PfsStat]]:
-        """What a directory has on the PFS, under its old name or, when a rename has landed meanwhile, its new one."""
+    async def listing(self, fid: int) -> list[Row]:
+        """What a directory has on the PFS, under its old name or, when a rename has landed meanwhile, its new one.
+
+        Raises ``NotThereError`` when it is under none of them, ``FsError`` EIO when the PFS cannot tell.
+        """
+        pfs = self.node.pfs
+        if pfs is None or self.node.options.offline:
+            raise FsError(errno.EIO, "the PFS is switched off (-o offline)")
         inode, paths = self.node.catalogue.view.inode(fid), self.reader.pfs_paths(fid)
         ino = inode.pfs.ino if inode is not None and inode.pfs is not None else 0
         why: Exception | None = None
         for path in paths:
             try:
                 if path == paths[0] or (await pfs.stat(path, IMPORT_DEADLINE_S)).ino == ino:
-                    return await pfs.listing(path, IMPORT_DEADLINE_S)
+                    rows = await pfs.listing(path, IMPORT_DEADLINE_S)
+                    xattrs = await pfs.xattrs(path, IMPORT_DEADLINE_S)
+                    return [(name, replace(row, xattrs=xattrs.get(name, ()))) for name, row in rows]
             except FileNotFoundError as error:
                 why = error
             except (OSError, trio.TooSlowError) as error:
                 raise FsError(errno.EIO, f"the PFS cannot list {quoted(path)}: {error or 'no answer'}") from error
         shown = quoted(paths[-1]) if paths else "a directory"
-        raise FsError(errno.EIO, f"{shown} was on the PFS and is not there now: {why or 'it has no name'}")
+        raise NotThereError(errno.EIO, f"{shown} was on the PFS and is not there now: {why or 'it has no name'}")
 
-    async def _take(self, parent: int, entries: list[tuple[bytes, PfsStat]]) -> None:
+    async def _take(self, parent: int, entries: list[Row]) -> None:
         fids = [self.node.new_fid() for _ in entries]
 
         def take(tx: Tx) -> None:
@@ -106,7 +125,7 @@ def enter(tx: Tx, parent: int, name: bytes, fid: int, found: PfsStat) -> None:
             found.kind, found.mode & 0o7777, found.uid, found.gid, found.atime_ns, found.mtime_ns, found.ctime_ns,
             size=found.size if found.kind in "fl" else 0, gen=gen, rdev=found.rdev, target=found.target,
             pfs=PfsCopy(gen, mtime_s, found.ino, found.size, found.mtime_ns), t_returned_s=mtime_s, t_pfs_s=mtime_s,
-            imported=found.kind != "d",
+            imported=found.kind != "d", xattrs=found.xattrs,
         ),
     )  # fmt: skip
     if file:

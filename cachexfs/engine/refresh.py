@@ -16,11 +16,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import msgspec
-import trio
 
 from cachexfs.core import publication
 from cachexfs.core import records as rec
 from cachexfs.core.changes import issue
+from cachexfs.core.landed import Landed
 from cachexfs.core.records import ROOT_FID, Dirent, Generation, Inode, Op, OpKind, PfsCopy
 from cachexfs.core.transaction import Tx
 from cachexfs.engine.content import Reader
@@ -28,10 +28,8 @@ from cachexfs.engine.drain import Drainer
 from cachexfs.engine.files import Files
 from cachexfs.engine.interfaces import PfsStat
 from cachexfs.engine.node import Node
-from cachexfs.engine.pfs_import import BATCH_NAMES, IMPORT_DEADLINE_S, Importer, enter
-from cachexfs.errors import FsError, quoted
-
-Row = tuple[bytes, PfsStat]
+from cachexfs.engine.pfs_import import BATCH_NAMES, Importer, NotThereError, Row, enter
+from cachexfs.errors import FsError
 
 
 @dataclass(slots=True)
@@ -76,17 +74,6 @@ class Refresher:
                     todo.append(entry.fid)
         return found
 
-    async def _listing(self, path: bytes) -> list[Row] | None:
-        """None: the directory is not there (its own directory's listing says whether that is so)."""
-        if self.node.pfs is None or self.node.options.offline:
-            raise FsError(errno.EIO, "the PFS is switched off (-o offline)")
-        try:
-            return await self.node.pfs.listing(path, IMPORT_DEADLINE_S)
-        except FileNotFoundError:
-            return None
-        except (OSError, trio.TooSlowError) as error:
-            raise FsError(errno.EIO, f"the PFS cannot list {quoted(path)}: {error or 'no answer'}") from error
-
     def _is_pending(self, path: bytes) -> bool:
         return self.drainer.waits.order.pending_at(path)
 
@@ -99,9 +86,10 @@ class Refresher:
         seen = before.modified if before is not None else 0
         names = [name for name in view.children(fid) if only is None or name == only]
         pending = {name for name in names if self._is_pending(prefix + name)}
-        rows = await self._listing(self.reader.pfs_path(fid) or b"")
-        if rows is None:
-            return
+        try:
+            rows = await self.importer.listing(fid)
+        except NotThereError:
+            return  # its own directory's listing says whether that is so
         rows = [row for row in rows if only is None or row[0] == only]
         pending |= {name for name, _ in rows if self._is_pending(prefix + name)}
         found.busy += [prefix + name for name in sorted(pending)]
@@ -170,7 +158,8 @@ class Refresher:
         if inode.kind == "l":
             same = stat.target == inode.target
         else:
-            same = (stat.ino, stat.size, stat.mtime_ns) == (there.ino, there.size, there.mtime_ns)
+            landed = Landed(there.ino, there.size, there.mtime_ns)
+            same = landed.is_same(stat.ino, stat.size, stat.mtime_ns)
         if same:
             return publication.pfs_copy_found(tx, self.node.ctx(), entry.fid, inode.gen, lambda _: True)
         gen, mtime_s = inode.gen + (inode.kind == "f"), stat.mtime_ns / 1e9
@@ -178,6 +167,7 @@ class Refresher:
             inode, mode=stat.mode & 0o7777, uid=stat.uid, gid=stat.gid, size=stat.size, gen=gen, origin="", copies=(),
             mtime_ns=stat.mtime_ns, ctime_ns=stat.ctime_ns, target=stat.target, error="", t_returned_s=mtime_s,
             t_partner_s=0.0, t_pfs_s=mtime_s, pfs=PfsCopy(gen, mtime_s, stat.ino, stat.size, stat.mtime_ns),
+            xattrs=stat.xattrs,
         )  # fmt: skip
         tx.put(rec.inode_key(entry.fid), new)
         if inode.kind == "f":

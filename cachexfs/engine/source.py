@@ -30,6 +30,10 @@ class Source(Reader):
         """See ``ContentSource``."""
         return self.keeper.make_room(length)
 
+    async def ask_room(self, length: int) -> bool:
+        """See ``ContentSource``."""
+        return await self.keeper.ask_room(length)
+
     async def room_freed(self) -> None:
         """See ``ContentSource``."""
         await self.keeper.room_freed()

@@ -18,9 +18,10 @@ from collections.abc import Callable
 import trio
 
 from cachexfs.core.stages import parse_stage
+from cachexfs.engine.copying import copy_bytes
 from cachexfs.engine.files import Files
 from cachexfs.engine.node import Node
-from cachexfs.engine.vnode import Vnode, copy_bytes
+from cachexfs.engine.vnode import Vnode
 from cachexfs.errors import FsError
 
 log = logging.getLogger(__name__)

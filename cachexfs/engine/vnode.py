@@ -1,4 +1,4 @@
-"""One file in this node's hands: its vnode, its handles, and copying between staging files.
+"""One file in this node's hands: its vnode, its handles.
 
 Role: data that ``Files``, ``Writing``, ``Publishing`` and ``Passing`` work on.
 
@@ -9,7 +9,6 @@ Concurrency: handlers of one file run interleaved; ``change_lock`` covers the ex
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 from dataclasses import dataclass
 
@@ -18,7 +17,6 @@ import trio
 from cachexfs.core.records import Generation, Inode
 from cachexfs.core.routes import PARTNER
 from cachexfs.engine.interfaces import Synced
-from cachexfs.errors import FsError
 
 WRITABLE = os.O_WRONLY | os.O_RDWR
 PLAIN_MODE, PASSED_MODE = 0o600, 0o700  # of a staged file; the second one while the kernel may be changing it
@@ -136,49 +134,6 @@ def keep_last(vnode: Vnode) -> None:
     with contextlib.suppress(PermissionError):
         os.fchown(vnode.fd, vnode.last.uid, vnode.last.gid)
     os.fchmod(vnode.fd, vnode.last.mode | 0o600)
-
-
-async def copy_bytes(source: int, target: int, length: int) -> None:
-    """Copy the first ``length`` bytes between descriptors, holes as holes; in a thread when it is more than a block.
-
-    ``target`` is empty before. Raises EIO when ``source`` is shorter.
-    """
-
-    def work() -> None:
-        found = os.fstat(source).st_size
-        if found < length:
-            raise FsError(errno.EIO, f"the staged file ends at byte {found}, {length} were expected")
-        done = 0
-        while done < length:
-            try:
-                done = os.lseek(source, done, os.SEEK_DATA)
-                end = min(length, os.lseek(source, done, os.SEEK_HOLE))
-            except OSError as error:
-                if error.errno != errno.ENXIO:  # no data behind this
-                    raise
-                break
-            while done < end:
-                done += _copy_piece(source, target, done, end - done)
-        if os.fstat(target).st_size < length:
-            os.ftruncate(target, length)
-
-    if length <= 1 << 20:
-        work()
-    else:
-        await trio.to_thread.run_sync(work)
-
-
-def _copy_piece(source: int, target: int, offset: int, length: int) -> int:
-    try:
-        count = os.copy_file_range(source, target, length, offset, offset)
-    except OSError as error:
-        if error.errno not in (errno.EXDEV, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL):
-            raise
-        data = os.pread(source, min(length, 1 << 20), offset)
-        count = os.pwrite(target, data, offset) if data else 0
-    if count == 0:
-        raise FsError(errno.EIO, f"the staged file ends at byte {offset}, {offset + length} were expected")
-    return count
 
 
 def route_of(inode: Inode | None, vnode: Vnode | None) -> str:

@@ -16,10 +16,11 @@ from functools import partial
 import trio
 
 from cachexfs.core import publication
+from cachexfs.engine.copying import copy_bytes
 from cachexfs.engine.interfaces import ContentSource
 from cachexfs.engine.node import Node
 from cachexfs.engine.passing import Passing, mark
-from cachexfs.engine.vnode import Handle, Vnode, copy_bytes, keep_last
+from cachexfs.engine.vnode import Handle, Vnode, keep_last
 from cachexfs.errors import FsError
 
 SPARSE_BYTES_MAX = 16 << 30  # some seconds of reading holes
@@ -168,6 +169,8 @@ class Writing:
             return True
         with trio.move_on_after(self.node.options.full_timeout_s):
             while True:
+                if await self.source.ask_room(length) and self.source.make_room(length):
+                    return True
                 if not await self.source.spill(length):
                     if self.source.can_spill(length):
                         return False

@@ -188,6 +188,8 @@ class Operations(pyfuse3.Operations):  # type: ignore[misc]
         with self._request(ctx) as request:
             handle, attr = await self.filesystem.create(self._fid(parent_inode), name, attrs, flags, request)
             handle.drops_set_id = ctx.uid != 0
+            if self._supervisor is not None and self._supervisor.passthrough:
+                await self.files.passing.ask_room()
             return self._register(handle), self._given(attr)
 
     @handler

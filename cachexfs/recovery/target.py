@@ -12,10 +12,11 @@ import os
 import secrets
 import stat
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import cast
 
-from cachexfs.adapters import pfs_names, pfs_ops
+from cachexfs.adapters import pfs_names, pfs_ops, pfs_reads
 from cachexfs.adapters.pfs_attrs import Attrs, StatRow
 from cachexfs.adapters.pfs_dir import BESIDE_PREFIX, STATE_DIR, Memory, PfsDir, PfsIdentity, RootError, plain_name
 from cachexfs.adapters.pfs_ops import RECORD_BYTES_MAX, Context
@@ -63,8 +64,8 @@ class _Watcher:
     def note(self, value: int) -> None:
         return None
 
-    def page(self, rows: list[tuple[bytes, StatRow]]) -> None:
-        self.rows += rows
+    def page(self, rows: Sequence[tuple[bytes, object]]) -> None:
+        self.rows += cast("Sequence[tuple[bytes, StatRow]]", rows)
 
 
 class Target:
@@ -116,7 +117,7 @@ class Target:
     def lstat(self, path: bytes) -> StatRow | None:
         """What is at a path, None for nothing. Raises ``OSError`` (ENOTDIR: a directory of it is none, or a link)."""
         try:
-            return pfs_ops.lstat(self._context(), path)
+            return pfs_reads.lstat(self._context(), path)
         except RootError:
             raise
         except FileNotFoundError:
@@ -156,7 +157,7 @@ class Target:
         """Bytes of the file at a path, short at its end. Raises ``OSError``."""
         pieces = []
         while length > 0:
-            piece = pfs_ops.read(self._context(), path, offset, min(length, pfs_ops.READ_BYTES_MAX))
+            piece = pfs_reads.read(self._context(), path, offset, min(length, pfs_reads.READ_BYTES_MAX))
             pieces.append(piece)
             offset, length = offset + len(piece), length - len(piece)
             if not piece:
@@ -192,7 +193,7 @@ class Target:
     def _listing(self, path: bytes) -> list[tuple[bytes, StatRow]]:
         watcher = _Watcher(self._tell)
         try:
-            pfs_ops.listing(self._context(watcher), path)
+            pfs_reads.listing(self._context(watcher), path)
         except RootError:
             raise
         except (FileNotFoundError, NotADirectoryError):

@@ -111,7 +111,11 @@ def test_status_of_a_path(daemon: FakeDaemon, run: Run) -> None:
     [
         ({"protected": False}, "no live partner"),
         ({"failed": "ValueError: x"}, "the daemon has failed: ValueError: x"),
-        ({"pfs_state": "hung", "pfs_error": "no answer for 30 s"}, "the PFS is hung: no answer for 30 s"),
+        ({"pfs_state": "hung", "pfs_error": "no answer to land a"}, "the PFS is hung: no answer to land a"),
+        (
+            {"pfs_state": "hung", "pfs_away_s": 30.0, "held_up": 7},
+            "the PFS is hung for 30.0 s; 7 changes wait and land",
+        ),
         ({"errors": [{"path": "a", "error": "EIO", "node": "n2"}]}, "a (n2): EIO"),
         ({"checkpoints": [{"path": "c", "error": "bad"}]}, "c: bad"),
     ],

@@ -54,6 +54,9 @@ async def test_a_hung_fsync_stops_neither_the_loop_nor_other_calls(fault_mount: 
             await pool.land("h2", b"f", ATTRS, LONG_S)
             assert (await pool.stat(b"f", LONG_S)).size == size
             assert pool.state == "ok"
+            what, waited_s = pool.waiting
+            assert what == "prepare h1"
+            assert 0 < waited_s <= DEADLINE_S + 1
             while not outcomes:
                 ticks += 1
                 await trio.sleep(0.01)
@@ -61,9 +64,11 @@ async def test_a_hung_fsync_stops_neither_the_loop_nor_other_calls(fault_mount: 
         (stuck,) = pool.abandoned
         assert state_of(stuck.pid) == "D"
         assert pool.state == "hung"
+        assert pool.away_s >= DEADLINE_S  # since the call began, not since it was given up
+        assert pool.waiting == ("", 0.0)
         assert "prepare h1" in pool.error
         await pool.prepare(str(source), size, "h3", ATTRS, b"", LONG_S)  # the replacement works
-        assert pool.state == "ok"
+        assert (pool.state, pool.away_s) == ("ok", 0.0)
         mount.clear()
         await until_none_abandoned(pool)
         assert pool.abandoned == ()

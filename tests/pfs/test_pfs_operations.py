@@ -12,11 +12,12 @@ from pathlib import Path
 import pytest
 import trio
 import xxhash
-from pfs_support import ATTRS, LONG_S, running, tmp_file, tmp_names
+from pfs_support import ATTRS, LONG_S, FaultMount, running, tmp_file, tmp_names
 
 from cachexfs.adapters import pfs_copy
 from cachexfs.adapters.pfs_pool import NotPreparedError, PfsPool
-from cachexfs.engine.interfaces import PfsAttrs
+from cachexfs.core.landed import CHANGED, Landed
+from cachexfs.engine.interfaces import PfsAttrs, PfsStat
 
 NAMES = [b"plain", b"with\nnewline", b"\xff\xfe not utf-8", b"x" * 255, "ü".encode(), b"-rf *", b".hidden", b"a~b.rec"]
 
@@ -243,6 +244,76 @@ async def test_a_held_file_can_be_read_and_hidden_again_by_another_process(pfs_d
     async with running(PfsPool(str(pfs_dir))) as pool:  # its predecessor died before it could tell
         await pool.run("hide", b"f", b"name", None, LONG_S)
         assert await pool.read(b".cachexfs/held/name", 0, 100, LONG_S) == b"commit"
+
+
+async def test_user_xattrs_are_set_read_and_removed_and_ours_are_nobodys(pfs_dir: Path, source: Path) -> None:
+    some = ((b"user.one", b"1"), (b"user.two", bytes(range(256))))
+    (pfs_dir / "d").mkdir()
+    (pfs_dir / "d/plain").touch()
+    async with running(PfsPool(str(pfs_dir))) as pool:
+        await pool.prepare(str(source), 10, "h", replace(ATTRS, xattrs=some), b"", LONG_S)
+        await pool.land("h", b"d/f", ATTRS, LONG_S)
+        await pool.run("mkdir", b"d/sub", b"", replace(ATTRS, xattrs=some[:1]), LONG_S)
+        os.setxattr(pfs_dir / "d/f", "user.cachex.stage", b"planted")
+        assert await pool.xattrs(b"d", LONG_S) == {b"f": some, b"sub": some[:1]}
+        await pool.run("attr", b"d/f", b"", replace(ATTRS, xattrs=()), LONG_S)
+        assert await pool.xattrs(b"d", LONG_S) == {b"sub": some[:1]}
+        assert os.listxattr(pfs_dir / "d/f") == ["user.cachex.stage"]
+
+
+async def test_a_pfs_without_xattrs_takes_files_and_says_so_once(
+    fault_mount: Callable[..., FaultMount], source: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    mount = fault_mount()
+    some = ((b"user.one", b"1"),)
+    async with running(PfsPool(str(mount.path))) as pool:
+        for name in ("f", "g"):
+            await pool.prepare(str(source), 10, name, replace(ATTRS, xattrs=some), b"", LONG_S)
+            await pool.land(name, name.encode(), ATTRS, LONG_S)
+        assert await pool.xattrs(b"", LONG_S) == {}
+    assert sorted(os.listdir(mount.backing))[-2:] == ["f", "g"]
+    assert [r.getMessage() for r in caplog.records if "user xattrs stay in the mount" in r.getMessage()] != []
+    assert caplog.text.count("user xattrs stay in the mount") == 1
+
+
+async def test_many_paths_are_looked_at_in_one_call(pfs_dir: Path) -> None:
+    (pfs_dir / "a").write_bytes(b"1")
+    (pfs_dir / "file").touch()
+    async with running(PfsPool(str(pfs_dir))) as pool:
+        await pool.probe()
+        found, missing, below = await pool.stats([b"a", b"b", b"file/c"], LONG_S)
+        assert isinstance(found, PfsStat)
+        assert (found.kind, found.size) == ("f", 1)
+        assert (missing, below) == (None, errno.ENOTDIR)
+        names = pfs_dir / ".cachexfs/names"
+        next(names.iterdir()).unlink()  # a server is down
+        with pytest.raises(OSError, match="does not show all of its files"):
+            await pool.stats([b"a", b"b"], LONG_S)
+
+
+async def test_a_file_that_is_not_the_one_that_landed_is_not_read(pfs_dir: Path, tmp_path: Path, source: Path) -> None:
+    target = tmp_path / "target"
+    target.touch()
+    async with running(PfsPool(str(pfs_dir))) as pool:
+        await pool.prepare(str(source), 100, "h", ATTRS, b"", LONG_S)
+        found = await pool.land("h", b"f", ATTRS, LONG_S)
+        landed = Landed(found.ino, found.size, found.mtime_ns)
+        data = source.read_bytes()[:100]
+        assert await pool.read(b"f", 0, 100, LONG_S, landed) == data
+        assert await pool.fetch(b"f", 0, 100, str(target), LONG_S, landed) == 100
+        digest = xxhash.xxh3_128_digest(data)
+        checked = await pool.check(b"f", 100, digest, LONG_S)
+        assert checked is not None
+        assert (checked.ino, checked.mtime_ns) == (found.ino, found.mtime_ns)
+        with (pfs_dir / "f").open("r+b") as file:
+            file.write(bytes(100))  # of the same size
+        for call in (pool.read(b"f", 0, 100, LONG_S, landed), pool.fetch(b"f", 0, 100, str(target), LONG_S, landed)):
+            with pytest.raises(OSError, match="not the file that landed") as caught:
+                await call
+            assert caught.value.errno == CHANGED
+        assert await pool.check(b"f", 100, digest, LONG_S) is None
+        assert len(await pool.read(b"f", 0, 100, LONG_S, replace(landed, mtime_ns=None))) == 100
+        assert pool.state == "ok"
 
 
 async def test_attributes_of_the_root(pfs_dir: Path) -> None:

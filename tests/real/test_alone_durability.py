@@ -150,7 +150,15 @@ def test_an_unreachable_pfs_stops_no_write_is_told_and_catches_up(make_cluster: 
         until("an error is shown", lambda: xattr(mount / "during", "error") is not None)
         assert xattr(mount / "during", "stage") == "returned"
         assert cluster.status(0).pfs_state == "unreachable"
-        assert cluster.run(0, "status", str(mount)).code == EXIT_NOT_DURABLE
+        told = cluster.run(0, "status", str(mount))
+        assert told.code == EXIT_NOT_DURABLE
+        errors = [line for line in told.out.splitlines() if "unreachable" in line and "wait" in line]
+        assert len(errors) == 1, told.out
+        assert "land by themselves" in errors[0]
+        assert not [line for line in told.out.splitlines() if "during" in line and "try" in line]
+        explained = cluster.run(0, "explain", str(mount / "during")).out
+        assert "unreachable since" in explained
+        assert "lands by itself" in explained
         assert (mount / "sub/before").read_bytes() == b"1"
         assert sorted(os.listdir(mount)) == ["during", "sub"]
     until_stage(mount, "pfs")

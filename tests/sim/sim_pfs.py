@@ -10,7 +10,7 @@ from __future__ import annotations
 import errno
 import os
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import BinaryIO
 
@@ -18,7 +18,8 @@ import trio
 import xxhash
 from sim_store import Ino, Store, fail
 
-from cachexfs.engine.interfaces import PfsAttrs, PfsStat
+from cachexfs.core.landed import CHANGED, Landed
+from cachexfs.engine.interfaces import PfsAttrs, PfsStat, Xattrs
 
 HELD = b".cachexfs/held/"
 
@@ -62,7 +63,7 @@ class SimPfs:
         self._prepared: dict[str, tuple[int, int]] = {}
         self._notes: dict[tuple[str, bytes, bytes], int] = {}
         self._busy: dict[bytes, int] = {}
-        self.state, self.error = "ok", ""
+        self.state, self.error, self._away_s = "ok", "", 0.0
         self.dead = False
         self.trace: Callable[[str], None] = lambda text: None
 
@@ -73,6 +74,7 @@ class SimPfs:
         await trio.sleep(rng.choice([0.0, 0.0005, 0.01]))
         if faults.away or rng.random() < faults.hang:
             await self._hang(what, action, deadline_s, paths)
+        self.state = "ok"  # it answers, if only with an error
         if self.store.epoch != epoch:
             raise fail(errno.EIO, b"the servers have restarted")
         if rng.random() < faults.error:
@@ -85,8 +87,19 @@ class SimPfs:
         action()
         self._looked(what)
 
+    @property
+    def away_s(self) -> float:
+        """See ``Pfs``."""
+        return 0.0 if self.state == "ok" else trio.current_time() - self._away_s
+
+    @property
+    def waiting(self) -> tuple[str, float]:
+        """See ``Pfs``: here nobody looks while a call runs."""
+        return "", 0.0
+
     async def _hang(self, what: str, action: Callable[[], object], deadline_s: float, paths: tuple[bytes, ...]) -> None:
-        self.state = "hung"
+        if self.state == "ok":
+            self.state, self._away_s = "hung", trio.current_time()
         when = self._rng.choice(["never", "before", "after"])
         if when == "before":
             self._try(what, action)
@@ -429,13 +442,43 @@ class SimPfs:
             raise fail(errno.ENOENT, path)
         return [(n, self.store.stat(i)) for n, i in found.entries.items() if path or n != b".cachexfs"]
 
-    async def read(self, path: bytes, offset: int, length: int, deadline_s: float) -> bytes:
+    async def stats(self, paths: Sequence[bytes], deadline_s: float) -> list[PfsStat | int | None]:
+        """See ``Pfs``."""
+        await self._step("stats", lambda: None, deadline_s)
+        found = [self.store.find(path) for path in paths]
+        for path, ino in zip(paths, found, strict=True):
+            if ino is not None:
+                self._hidden(path)
+        return [None if ino is None else self.store.stat(ino) for ino in found]
+
+    async def check(self, path: bytes, size: int, digest: bytes, deadline_s: float) -> PfsStat | None:
+        """See ``Pfs``."""
+        await self._step("check", lambda: None, deadline_s)
+        self._hidden(path)
+        found = self.store.find(path)
+        if found is None:
+            raise fail(errno.ENOENT, path)
+        same = (len(found.data), xxhash.xxh3_128_digest(found.data)) == (size, digest)
+        return self.store.stat(found) if same else None
+
+    async def xattrs(self, path: bytes, deadline_s: float) -> dict[bytes, Xattrs]:
+        """See ``Pfs``."""
+        found = self.store.find(path)
+        entries = found.entries.items() if found is not None else ()
+        return {name: ino.attrs.xattrs for name, ino in entries if ino.attrs.xattrs}
+
+    async def read(
+        self, path: bytes, offset: int, length: int, deadline_s: float, expected: Landed | None = None
+    ) -> bytes:
         """See ``Pfs``."""
         await self._step("read", lambda: None, deadline_s)
         self._hidden(path)
         found = self.store.find(path)
         if found is None:
             raise fail(errno.ENOENT, path)
+        stat = self.store.stat(found)
+        if expected is not None and not expected.is_same(stat.ino, stat.size, stat.mtime_ns):
+            raise fail(CHANGED, path)
         return found.data[offset : offset + length]
 
     async def statvfs(self, deadline_s: float) -> tuple[int, int, int, int, int]:
@@ -456,4 +499,5 @@ def _opened(source: str) -> BinaryIO:
 def _set(ino: Ino, attrs: PfsAttrs) -> None:
     uid = ino.attrs.uid if attrs.uid is None else attrs.uid
     gid = ino.attrs.gid if attrs.gid is None else attrs.gid
-    ino.attrs = replace(attrs, uid=uid, gid=gid)
+    xattrs = ino.attrs.xattrs if attrs.xattrs is None else attrs.xattrs
+    ino.attrs = replace(attrs, uid=uid, gid=gid, xattrs=xattrs)

@@ -41,10 +41,10 @@ async def test_an_eviction_told_late_does_not_take_the_next_contents_copy(scene:
     await scene.write(b"a", b"first")
     await scene.drained()
     fid, keeper = await scene.ino(b"a"), scene.life.parts.keeper
-    go = _hold_mutation(scene, "_tell_evicted")
+    go = _hold_mutation(scene, "_tell")
     content = scene.life.node.catalogue.view.generation(fid)
     assert content is not None
-    keeper._evict(fid, content.stage)
+    keeper.eviction.evict(fid, content.stage)
     scene.faults.away = True
     handle = await scene.fs.open(fid, os.O_WRONLY | os.O_TRUNC)
     await scene.fs.write(handle, 0, b"second")

@@ -178,7 +178,7 @@ def test_a_temporary_commit_file_that_another_one_replaced_is_not_wanted_by_the_
         puts = [(key, op) for key, op, _ in pair.log.state.ops() if op.kind == OpKind.PUT]
         drainer = pair.fs(1).parts.drainer
         await pair.fs(1).names(directory)
-        assert [drainer._unneeded(key, op) for key, op in puts] == [True, True, False]
+        assert [drainer.puts.unneeded(key, op) for key, op in puts] == [True, True, False]
 
     play(scene)
 

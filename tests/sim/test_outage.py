@@ -1,0 +1,101 @@
+"""A PFS that does not answer: one error for the outage, however many files wait for it, and words that help."""
+
+from __future__ import annotations
+
+import errno
+import logging
+from collections.abc import Callable
+
+import pytest
+import trio
+from test_found import Scene, scene
+
+from cachexfs.engine.drain import LANDS_BY_ITSELF
+from cachexfs.engine.health import HUNG_S, SLOW_S, pfs_health
+from cachexfs.errors import FsError
+
+FILES = 40
+
+
+def _logged(function: Callable[[], None], caplog: pytest.LogCaptureFixture) -> list[tuple[int, str]]:
+    with caplog.at_level(logging.INFO, "cachexfs.engine"):
+        function()
+    return [(record.levelno, record.getMessage()) for record in caplog.records]
+
+
+def test_an_outage_is_one_error_and_its_files_are_counted(caplog: pytest.LogCaptureFixture) -> None:
+    @scene()
+    async def outage(scene: Scene) -> None:
+        logging.disable(logging.NOTSET)  # the simulation is quiet, else
+        await scene.mkdir(b"d")
+        await scene.drained()
+        scene.faults.away = True
+        for number in range(FILES):
+            await scene.write(b"d/%d" % number, b"x")
+        await trio.sleep(600)
+        drainer, view = scene.life.parts.drainer, scene.life.catalogue.view
+        progress = drainer.progress
+        assert progress.errors == {}
+        assert progress.held_up
+        pending = len(drainer.own_pending())
+        assert drainer.held_up() == pending > FILES
+        assert f"{pending} changes wait" in drainer.errors.outage(drainer.held_up())
+        assert [inode.error for _, inode in view.inodes() if inode.error] == []
+        assert all(LANDS_BY_ITSELF in drainer.reason(key) for key, op, _ in view.ops() if op.kind == "put")
+        attributes = await scene.life.parts.attributes.of(await scene.ino(b"d/7"))
+        assert "the PFS is hung since" in attributes["error"]
+        scene.faults.away = False
+        await scene.drained()
+        assert (progress.held_up, drainer.held_up(), drainer.errors.outage(0)) == ({}, 0, "")
+        assert "error" not in await scene.life.parts.attributes.of(await scene.ino(b"d/7"))
+
+    told = [row for row in _logged(outage, caplog) if row[0] >= logging.WARNING]
+    assert [level for level, _ in told] == [logging.ERROR, logging.WARNING]
+    assert "the PFS is hung since" in told[0][1]
+    assert "the PFS answers again" in told[1][1]
+
+
+@scene()
+async def test_what_is_refused_is_still_told_for_each_file(scene: Scene) -> None:
+    def before(step: str) -> None:
+        if step == "write part":
+            raise OSError(errno.EDQUOT, "Disk quota exceeded")
+
+    scene.before = before
+    await scene.write(b"a", b"x")
+    await scene.write(b"b", b"x")
+    await trio.sleep(60)
+    progress = scene.life.parts.drainer.progress
+    assert (len(progress.errors), progress.held_up) == (2, {})
+    assert "EDQUOT" in (await scene.life.parts.attributes.of(await scene.ino(b"a")))["error"]
+
+
+@scene(fsync="pfs")
+async def test_an_fsync_that_meets_its_deadline_says_what_stood_in_the_way(scene: Scene) -> None:
+    def before(step: str) -> None:
+        if step == "write part":
+            raise OSError(errno.EDQUOT, "Disk quota exceeded")
+
+    scene.before = before
+    await scene.write(b"a", b"x")
+    handle = await scene.fs.open(await scene.ino(b"a"), 0)
+    with pytest.raises(FsError, match="EDQUOT"):
+        await scene.fs.fsync(handle)
+
+
+@scene()
+async def test_a_call_that_is_out_for_seconds_shows_before_its_deadline(
+    scene: Scene,
+) -> None:
+    node, pfs = scene.life.node, scene.life.pfs
+    waits = ["land a/b", 0.0]
+    type(pfs).waiting, kept = property(lambda self: tuple(waits)), type(pfs).waiting  # type: ignore[assignment, misc]
+    try:
+        for seconds, state in ((0.0, "ok"), (SLOW_S, "slow"), (HUNG_S, "hung")):
+            waits[1] = seconds
+            health = pfs_health(node)
+            assert (health.state, health.for_s) == (state, seconds)
+            assert (health.why == "no answer to land a/b") == (state != "ok")
+        assert pfs.state == "ok"  # nothing is decided by it
+    finally:
+        type(pfs).waiting = kept  # type: ignore[misc]
