@@ -22,7 +22,7 @@ from cachexfs.core.transaction import Tx
 from cachexfs.engine.health import pfs_health
 from cachexfs.engine.node import Node
 from cachexfs.engine.owners import Owners
-from cachexfs.errors import CacheXError, quoted
+from cachexfs.errors import CacheXError, CatalogueUnavailableError, quoted
 
 log = logging.getLogger(__name__)
 
@@ -71,7 +71,9 @@ class DrainErrors:
         """An attempt has failed: the next one comes after ``attempts.delay_s``."""
         attempts.rest()
         attempts.late = attempts.late or isinstance(error, trio.TooSlowError)
-        if self._is_outage(error):
+        if isinstance(error, CatalogueUnavailableError):  # no error of this change; whoever asks the daemon hears of it
+            log.debug("%r: %s: %s", op.path, op.kind, error)
+        elif self._is_outage(error):
             self._hold_up(key, op, error)
         else:
             await self._show(key, op, error, attempts)

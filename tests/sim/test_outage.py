@@ -10,9 +10,10 @@ import pytest
 import trio
 from test_found import Scene, scene
 
+from cachexfs.core.records import Op
 from cachexfs.engine.drain import LANDS_BY_ITSELF
 from cachexfs.engine.health import HUNG_S, SLOW_S, pfs_health
-from cachexfs.errors import FsError
+from cachexfs.errors import CatalogueUnavailableError, FsError
 
 FILES = 40
 
@@ -53,6 +54,31 @@ def test_an_outage_is_one_error_and_its_files_are_counted(caplog: pytest.LogCapt
     assert [level for level, _ in told] == [logging.ERROR, logging.WARNING]
     assert "the PFS is hung since" in told[0][1]
     assert "the PFS answers again" in told[1][1]
+
+
+def test_an_outage_of_the_catalogue_is_no_error_of_each_file(caplog: pytest.LogCaptureFixture) -> None:
+    @scene()
+    async def outage(scene: Scene) -> None:
+        logging.disable(logging.NOTSET)
+        await scene.mkdir(b"d")
+        await scene.drained()
+        drainer = scene.life.parts.drainer
+        own, away = drainer.owners.own, [True]
+
+        async def unreachable(key: bytes, *, begin: bool) -> Op | None:
+            if away:
+                raise CatalogueUnavailableError("no majority")
+            return await own(key, begin=begin)
+
+        drainer.owners.own = unreachable  # type: ignore[method-assign]
+        for number in range(5):
+            await scene.write(b"d/%d" % number, b"x")
+        await trio.sleep(30)
+        assert (drainer.progress.errors, drainer.progress.held_up) == ({}, {})
+        away.clear()
+        await scene.drained()
+
+    assert [row for row in _logged(outage, caplog) if row[0] >= logging.WARNING] == []
 
 
 @scene()
