@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import os
 
+import trio
+
 from cachexfs.control_answers import Answer
 from cachexfs.core import formats
 from cachexfs.core.boundary import Boundary
-from cachexfs.core.commitfiles import step_of
 from cachexfs.core.formats import may_be_checkpoint
 from cachexfs.core.records import Inode, Op, OpKind
 from cachexfs.core.routes import DIRECT
+from cachexfs.engine.candidates import Candidate
 from cachexfs.engine.completeness import UNREADABLE, UNREADABLE_NOW, Checkpoint, Completeness, Piece
 from cachexfs.engine.drain import LANDS_BY_ITSELF
 from cachexfs.engine.health import pfs_health
@@ -134,40 +136,44 @@ def _unreplicated(parts: Parts, where: str, record: Inode) -> Answer:
     return _piece(where, record.origin, "partner", reason, fix)
 
 
-def latest(completeness: Completeness, fid: int, found: list[Checkpoint], at: Boundary, below: int | None) -> Answer:
-    """The newest checkpoint of ``found`` that is restartable at ``at``; without one, whether that is certain."""
-    unreadable = ""
-    for checkpoint in sorted(found, key=_newest, reverse=True):
-        step = step_of(_last(checkpoint))
-        if below is not None and (step is None or step >= below):
+async def latest(
+    completeness: Completeness,
+    fid: int,
+    candidates: list[Candidate],
+    at: Boundary,
+    below: int | None,
+    patience_s: float,
+) -> Answer:
+    """The newest of ``candidates`` (newest first) that is restartable at ``at``; without one, whether that is certain.
+
+    None but those that are newer than it is read.
+    """
+    unreadable, found = "", []
+    for candidate in candidates:
+        await trio.lowlevel.checkpoint()  # a hundred checkpoints of a thousand files take a second
+        if below is not None and not 0 <= candidate.step < below:
             continue
+        checkpoint = await completeness.checkpoint(candidate.fid, patience_s)
+        if checkpoint is None:
+            continue
+        found.append(checkpoint)
         if checkpoint.restartable is not None and checkpoint.restartable >= at:
             return {"done": True, "path": os.fsdecode(checkpoint.path), "certain": not unreadable, "reason": unreadable}
         cannot = [p for p in checkpoint.missing if UNREADABLE in p.reason]
         if cannot:
             unreadable = f"{os.fsdecode(checkpoint.path)}: {cannot[0].reason}"
-    if not found:
+    if not candidates:
         strange = [path for path, _, inode in completeness.walk(fid) if inode.size and may_be_checkpoint(path)]
         unreadable = formats.unknown_files(strange)
     pfs = completeness.node.pfs
-    if at == Boundary.PFS and found and not unreadable and pfs is not None and pfs.state != "ok":
+    if at == Boundary.PFS and candidates and not unreadable and pfs is not None and pfs.state != "ok":
         unreadable = f"the PFS cannot be read now ({pfs.state}): what lies only there is not counted"
     return {"done": True, "path": None, "certain": not unreadable, "reason": unreadable or _why(found, at, below)}
 
 
-def _why(found: list[Checkpoint], at: Boundary, below: int | None) -> str:
+def _why(counted: list[Checkpoint], at: Boundary, below: int | None) -> str:
     what = "no checkpoint there can be restarted from" + (f" below step {below}" if below is not None else "")
-    counted = [c for c in found if below is None or ((step := step_of(_last(c))) is not None and step < below)]
     lacking = [f"{os.fsdecode(c.path)}: {words_of(c.missing[0])}" for c in counted if c.missing]
     if lacking:
-        return f"{what} ({lacking[-1]})"
+        return f"{what} ({lacking[0]})"
     return f"{what} at '{at.label}' or better: see 'cachexfs status'" if counted and at > Boundary.RETURNED else what
-
-
-def _last(checkpoint: Checkpoint) -> str:
-    return os.fsdecode(checkpoint.path).rpartition("/")[2]
-
-
-def _newest(checkpoint: Checkpoint) -> tuple[int, int, bytes]:
-    step = step_of(_last(checkpoint))
-    return (-1 if step is None else step, checkpoint.committed_ns, checkpoint.path)

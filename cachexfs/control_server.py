@@ -338,9 +338,7 @@ class ControlServer:
         below = request.get("below")
         try:
             fid, _ = await self._resolve(str(request.get("dir") or ""))
-            found = await self._alive(
-                send, lambda: self.completeness.below(fid, self.parts.importer.ensure, LATEST_PATIENCE_S)
-            )
+            answer = await self._alive(send, lambda: self._newest(fid, at, None if below is None else int(below)))
         except NotFoundError as error:
             reason = f"{error} (for a first run, mkdir -p it)"
             await send({"done": True, "path": None, "certain": False, "reason": reason})
@@ -348,7 +346,11 @@ class ControlServer:
         except CacheXError as error:
             await send({"done": True, "path": None, "certain": False, "reason": str(error)})
             return
-        await send(control_explain.latest(self.completeness, fid, found, at, None if below is None else int(below)))
+        await send(answer)
+
+    async def _newest(self, fid: int, at: Boundary, below: int | None) -> Answer:
+        found = await self.completeness.newest_first(fid, self.parts.importer.ensure)
+        return await control_explain.latest(self.completeness, fid, found, at, below, LATEST_PATIENCE_S)
 
     # ---- umount
     async def _umount(self, request: Answer, send: Send) -> None:

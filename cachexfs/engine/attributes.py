@@ -163,10 +163,11 @@ class Attributes:
 
     async def at_risk_s(self, fid: int) -> float | None:
         """Seconds of training since the first write of the newest checkpoint that survives the loss of a node."""
-        least = Boundary.PARTNER
-        safe = [c for c in await self.completeness.below(fid) if c.restartable is not None and c.restartable >= least]
-        newest = max((c.first_s for c in safe), default=0.0)
-        return max(0.0, self.node.clock.now_s() - newest) if newest else None
+        for candidate in await self.completeness.newest_first(fid):
+            found = await self.completeness.checkpoint(candidate.fid)
+            if found is not None and found.restartable is not None and found.restartable >= Boundary.PARTNER:
+                return max(0.0, self.node.clock.now_s() - found.first_s) if found.first_s else None
+        return None
 
 
 def _missing(piece: Piece) -> str:

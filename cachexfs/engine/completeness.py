@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import errno
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import trio
@@ -23,6 +23,8 @@ from cachexfs.core.commitfiles import UNFINISHED, step_of
 from cachexfs.core.formats import FormatError, Members, outline
 from cachexfs.core.records import Inode
 from cachexfs.core.routes import DIRECT
+from cachexfs.engine import candidates
+from cachexfs.engine.candidates import Candidate, Ensure
 from cachexfs.engine.content import Reader
 from cachexfs.engine.files import Files
 from cachexfs.engine.interfaces import FormatReader
@@ -30,7 +32,8 @@ from cachexfs.engine.node import Node
 from cachexfs.errors import CacheXError, FsError
 
 FILES_MAX = 500_000
-CACHE_MAX = 256
+CACHE_NAMES_MAX = 200_000  # in parsed commit files that are kept, about 30 MB
+MEMBERS_MAX = 1024
 THREAD_BYTES_MAX = 256 << 10  # 20 ms of parsing; a thread that runs Python longer is felt by every request
 PATIENCE_S = 5.0  # of an application that asks for an attribute
 #: Reasons of a ``Piece`` that others look for.
@@ -70,7 +73,6 @@ class Checkpoint:
     t_partner_s: float = 0.0
     t_pfs_s: float = 0.0
     first_s: float = 0.0
-    committed_ns: int = 0  # the mtime of its newest commit file: on the mount as on the PFS, before as after a restart
     holders: tuple[str, ...] = ()
     error: str = ""
     needs: Mapping[Name, int] = field(default_factory=dict)  # file ids of what it needs, as far as it is there
@@ -96,6 +98,7 @@ class Completeness:
         self._apart = apart
         self._nursery: trio.Nursery | None = None
         self._parsed: OrderedDict[_Key, Members | str] = OrderedDict()
+        self._names = 0  # in ``_parsed``, all together
         self._reading: dict[_Key, _Reading] = {}
         self._members: dict[tuple[int, int], Collection[bytes]] = {}
 
@@ -126,40 +129,6 @@ class Completeness:
                 if inode is not None:
                     yield prefix + name, entry.fid, inode
 
-    def commits(self, fid: int) -> list[tuple[formats.Format, bytes]]:
-        """Formats and commit files of a directory itself (not of what lies below)."""
-        names = [name for name, entry in self.node.catalogue.view.children(fid).items() if entry.kind == "f"]
-        return list(formats.recognise(names))
-
-    def _listing(self, fid: int) -> outline.Listing:
-        """Files and directories by path below a directory; what is not there is empty."""
-        view, fids = self.node.catalogue.view, {b"": fid}
-
-        def listing(path: bytes) -> tuple[list[bytes], list[bytes]]:
-            children = view.children(fids[path]) if path in fids else {}
-            directories = []
-            for name, entry in children.items():
-                if entry.kind == "d":
-                    fids[path + b"/" + name if path else name] = entry.fid
-                    directories.append(name)
-            return [name for name, entry in children.items() if entry.kind == "f"], directories
-
-        return listing
-
-    def _commit_files(self, fid: int) -> list[tuple[str, bytes]]:
-        """(format, commit file) of a checkpoint directory: its own, else those of the sets that make it up."""
-        own = [(known.name, commit) for known, commit in self.commits(fid)]
-        if own:
-            return own
-        path = self.reader.path(fid) or b""
-        listing = self._listing(fid)
-        if awaited := outline.awaited(listing(b"")[0]):
-            return [("dcp", awaited)]
-        return [
-            ("dcp" if commit.endswith(b".metadata") else "sets", commit)
-            for commit in outline.parts(path.rpartition(b"/")[2], listing, b"", formats.commit_names)
-        ]
-
     def _unfinished(self, fid: int) -> bytes:
         """The marker beside a directory that says it is not finished (NeMo), or nothing."""
         view = self.node.catalogue.view
@@ -173,14 +142,15 @@ class Completeness:
 
         ``patience_s``: how long to wait for a commit file that has not been read before.
         """
-        found = self._commit_files(fid)
+        found = candidates.commit_files(
+            self.node.catalogue.view, fid, (self.reader.path(fid) or b"").rpartition(b"/")[2]
+        )
         if not found:
             return None
         result = Checkpoint(fid, self.reader.path(fid) or b"", *found[0])
         if marker := self._unfinished(fid):
             result.missing.append(Piece(marker, "", "marks it as unfinished"))
         tree = {path: (child, inode) for path, child, inode in self.walk(fid)}
-        result.committed_ns = max((tree[commit][1].mtime_ns for _, commit in found if commit in tree), default=0)
         absent = [commit for _, commit in found if commit not in tree]
         if absent:  # its shards are there: it is being saved, or was
             result.missing += [Piece(commit, "", "absent: not saved yet") for commit in absent]
@@ -359,47 +329,37 @@ class Completeness:
             return await self._apart.describe(sizes, bridge.fetch)
 
     def _keep(self, key: _Key, members: Members | str, tree: dict[bytes, tuple[int, Inode]]) -> None:
+        self._names -= _names_in(self._parsed.pop(key, ""))
         self._parsed[key] = members
         if isinstance(members, Members) and members.commit in tree and b"/" not in members.commit:
             child, inode = tree[members.commit]
             self._members[child, inode.gen] = frozenset(members.needs)
-        while len(self._parsed) > CACHE_MAX:
-            self._parsed.popitem(last=False)
-        while len(self._members) > 4 * CACHE_MAX:
+        self._names += _names_in(members)
+        while self._names > CACHE_NAMES_MAX and len(self._parsed) > 1:
+            self._names -= _names_in(self._parsed.popitem(last=False)[1])
+        while len(self._members) > MEMBERS_MAX:
             del self._members[next(iter(self._members))]
 
-    async def below(
-        self, fid: int, ensure: Callable[[int], Awaitable[None]] | None = None, patience_s: float = PATIENCE_S
-    ) -> list[Checkpoint]:
-        """All checkpoints at or below a directory, outermost only, newest step last.
+    async def newest_first(self, fid: int, ensure: Ensure | None = None) -> list[Candidate]:
+        """What are checkpoints at or below a directory by their names, the newest first.
 
         Directories of the PFS that nobody has looked into yet are left out, unless ``ensure`` brings their entries
-        in; it raises when it cannot.
+        in; raises ``CacheXError`` when it cannot.
         """
-        view, stack = self.node.catalogue.view, [fid]
-        while stack and ensure is not None:
-            directory = stack.pop()
-            await ensure(directory)
-            names = [name for name, entry in view.children(directory).items() if entry.kind == "f"]
-            if not outline.is_head(names, formats.commit_names):
-                stack += [entry.fid for entry in view.children(directory).values() if entry.kind == "d"]
-        base, found = self.reader.path(fid) or b"", []
-        directories = list(outline.checkpoints(base.rpartition(b"/")[2], self._listing(fid), formats.commit_names))
-        for path in directories:
+        view = self.node.catalogue.view
+        if ensure is not None:
+            await candidates.bring_in(view, fid, ensure)
+        return candidates.newest_first(view, fid, (self.reader.path(fid) or b"").rpartition(b"/")[2])
+
+    async def below(self, fid: int, patience_s: float = PATIENCE_S) -> list[Checkpoint]:
+        """All checkpoints at or below a directory, outermost only, newest step last."""
+        found = []
+        for candidate in await self.newest_first(fid):
             await trio.lowlevel.checkpoint()  # a hundred checkpoints of a thousand files take a second
-            where = self.find(fid, path)
-            checkpoint = await self.checkpoint(where, patience_s) if where is not None else None
+            checkpoint = await self.checkpoint(candidate.fid, patience_s)
             if checkpoint is not None:
                 found.append(checkpoint)
         return sorted(found, key=lambda c: (c.path.rpartition(b"/")[0], _step(c.path), c.path))
-
-    def find(self, fid: int, path: bytes) -> int | None:
-        """The directory at a path below another one; None when it has gone meanwhile."""
-        found: int | None = fid
-        for name in filter(None, path.split(b"/")):
-            entry = self.node.catalogue.view.lookup(found, name) if found is not None else None
-            found = entry.fid if entry is not None else None
-        return found
 
 
 _Key = tuple[int, tuple[tuple[bytes, int, int], ...], int, int]
@@ -456,6 +416,10 @@ class _Bridge:
         if vnode is not None and not vnode.dirty and vnode.content == content:
             return await self._files.read(vnode, offset, length)
         return await self._reader.read(fid, content, offset, length)
+
+
+def _names_in(members: Members | str) -> int:
+    return 0 if not members else 1 if isinstance(members, str) else 1 + len(members.needs)
 
 
 def _shown(name: bytes) -> str:

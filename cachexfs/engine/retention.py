@@ -18,6 +18,7 @@ from cachexfs.core.commitfiles import step_of
 from cachexfs.core.order import parent_of
 from cachexfs.core.records import ROOT_FID, Op, OpKind
 from cachexfs.core.replica import Applied
+from cachexfs.engine import candidates
 from cachexfs.engine.completeness import Checkpoint, Completeness
 from cachexfs.engine.hold import Keeper
 from cachexfs.engine.node import Node
@@ -62,7 +63,7 @@ class Retention:
 
     async def _look(self, directory: bytes) -> None:
         view = self.node.catalogue.view
-        fid = self.completeness.find(ROOT_FID, directory)
+        fid = candidates.find(view, ROOT_FID, directory)
         if fid is None:
             return
         found = []

@@ -113,6 +113,23 @@ def test_without_steps_the_last_saved_is_the_newest_on_the_mount_and_on_the_pfs(
     assert alone.run(0, "latest", str(alone.pfs / mount.name)).out == f"{alone.pfs / mount.name / 'last'}\n"
 
 
+def test_latest_reads_no_commit_file_that_is_older_than_its_answer(
+    make_cluster: MakeCluster, templates: tuple[Template, Template]
+) -> None:
+    """Of five hundred checkpoints it once read all, each time."""
+    cluster = make_cluster(1, mounted=False)
+    for step in (8, 9, 10, 11):
+        templates[0].save([cluster.pfs], f"runs/step-{step}", sync=False)
+    (cluster.pfs / "runs" / "step-11" / templates[0].shards()[0]).unlink()
+    cluster.mount()
+    runs = cluster.nodes[0].mountpoint / "runs"
+    assert cluster.run(0, "latest", str(runs)).out == f"{runs}/step-10\n"
+    assert xattr(runs, "at_risk_s") is not None
+    read = {found.path for found in cluster.sources(0) if found.path.endswith(COMMIT)}
+    assert read == {f"runs/step-{step}/{COMMIT}" for step in (10, 11)}
+    assert cluster.run(0, "latest", str(runs), "--below", "9").out == f"{runs}/step-8\n"
+
+
 def test_digests_that_are_told_after_the_commit_file_make_no_shard_newer(
     alone: LocalCluster, mount: Path, templates: tuple[Template, Template]
 ) -> None:

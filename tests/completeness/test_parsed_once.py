@@ -1,0 +1,33 @@
+"""A commit file is parsed once, however many there are: what is kept is bounded by the names in it."""
+
+from __future__ import annotations
+
+from typing import cast
+
+from cachexfs.core.formats import Members
+from cachexfs.engine import completeness
+from cachexfs.engine.completeness import Completeness
+from cachexfs.engine.content import Reader
+from cachexfs.engine.files import Files
+from cachexfs.engine.node import Node
+
+
+def kept(checkpoints: int, files: int) -> int:
+    """How many of so many parsed commit files with so many names each are still known."""
+    known = Completeness(cast(Node, None), cast(Files, None), cast(Reader, None))
+    members = Members(b".metadata", {b"%d" % number: 1 for number in range(files)})
+    for fid in range(checkpoints):
+        known._keep((fid, (), 0, 0), members, {})
+        known._keep((fid, (), 0, 0), members, {})
+    assert known._names == len(known._parsed) * (files + 1)
+    return len(known._parsed)
+
+
+def test_a_thousand_checkpoints_are_known_at_a_time() -> None:
+    """Above 256 each question about all of them once read them all again, and ``status`` gave up."""
+    assert kept(1000, 64) == 1000
+
+
+def test_large_ones_take_the_place_of_others() -> None:
+    assert kept(20, completeness.CACHE_NAMES_MAX // 4) == 3
+    assert kept(3, 2 * completeness.CACHE_NAMES_MAX) == 1
