@@ -167,6 +167,7 @@ class Life:
                     nursery.start_soon(task)
                 if self.filesystem.kernel.passthrough:
                     nursery.start_soon(parts.files.passing.watch)
+                    nursery.start_soon(parts.files.follow_maps)
                 nursery.start_soon(recover.verify, self.node)
                 await trio.sleep(self.node.random.choice([0, 0.001]))
                 self.resume(self.parts.files)

@@ -61,6 +61,7 @@ class SimPfs:
     ) -> None:
         self.store, self.faults, self._rng, self._looked, self._late = store, faults, rng, looked, late
         self._prepared: dict[str, tuple[int, int]] = {}
+        self._set_only: set[int] = set()
         self._notes: dict[tuple[str, bytes, bytes], int] = {}
         self._busy: dict[bytes, int] = {}
         self.state, self.error, self._away_s = "ok", "", 0.0
@@ -238,9 +239,11 @@ class SimPfs:
         else:
             if known[1] not in (-1, len(file.data)):
                 raise NotPreparedError(errno.ENODATA, "another size", hidden)
-            if file.attrs != attrs:
+            if file.attrs != attrs or file.number in self._set_only:
+                self._set_only.add(file.number)  # tried again: the real one syncs a file whenever it lands it
                 await self._step("set attributes", lambda: _set(file, attrs), deadline_s)
                 await self._step("sync attributes", lambda: store.sync_file(file), deadline_s)
+                self._set_only.discard(file.number)
             await self._step("land", lambda: self._land(name, path, file), deadline_s, path, b"\0" + name)
         await self._step("sync directory", lambda: store.sync_directory(parent), deadline_s)
         if name + b".rec" in store.tmp.entries:
