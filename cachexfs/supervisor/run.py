@@ -286,6 +286,7 @@ class Supervisor:
             "passthrough": not self._session.no_passthrough and self._session.is_agreed,
             "passthrough_reason": self._session.no_passthrough,
             "backings": len(self._backings),
+            "opens_broken": self._session.broken,
             "payload_bytes_max": self._plan.payload_bytes_max,
             "refused": pump.refused + self._control.refused,
             "last_refusal": self._control.last_refusal or pump.last_refusal,

@@ -5,9 +5,9 @@ three replies that the supervisor touches (INIT, OPEN, CREATE). Everything else 
 Concurrency: the supervisor's one thread. Called by ``pump`` for the replies to the operations in ``WATCHED``.
 
 Rules of the kernel (fs/fuse/iomode.c) that decide about passthrough: FOPEN_PASSTHROUGH stands alone, all opens
-of an inode that pass through share one backing id, and beside them only FOPEN_DIRECT_IO opens are allowed; an
-open that breaks a rule fails with EIO. So an unregistered open beside passed ones becomes direct, and a
-registered one beside cached ones stays with the handler.
+of an inode that pass through share one backing id, and beside them nothing else is allowed, not even FOPEN_DIRECT_IO;
+an open that breaks a rule fails with EIO. So the daemon must offer the same file for every open of an inode that has
+passed ones (what it does not is told: ``broken``), and a registered open beside cached ones stays with the handler.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from . import wire
 from .messages import Handle
 from .passthrough import Backings
+from .plan import log
 
 #: Operations whose replies come through here.
 WATCHED = frozenset({wire.INIT, wire.OPEN, wire.CREATE, wire.TMPFILE, wire.OPENDIR, wire.RELEASE, wire.RELEASEDIR})
@@ -59,6 +60,9 @@ class Session:
         self._max_write = 0
         self._handles: dict[tuple[bool, int], _Open] = {}
         self._passed_at: dict[int, int] = {}
+        self._backed_by: dict[int, int] = {}  # the same nodes: the backing id of their passed opens
+        #: Opens that the kernel refuses because others of the inode pass through to another file.
+        self.broken = 0
         self._cached_at: dict[int, int] = {}
 
     @property
@@ -164,13 +168,18 @@ class Session:
     def _choose_io(self, known: _Open, fh: int, flags: int, fopen: int) -> tuple[int, int]:
         node = known.node
         backing_id = 0 if self.no_passthrough else self._backings.allows(fh, flags)
-        if backing_id and node not in self._cached_at:
+        if backing_id and node not in self._cached_at and self._backed_by.get(node, backing_id) == backing_id:
             known.passed += 1
             self._passed_at[node] = self._passed_at.get(node, 0) + 1
+            self._backed_by[node] = backing_id
             self._backings.opened(fh)
             return wire.FOPEN_PASSTHROUGH | fopen & wire.FOPEN_NOFLUSH, backing_id
         self._backings.unused(fh)
         if node in self._passed_at:
+            self.broken += 1
+            log(
+                f"inode {node:#x} is open with a file behind it that the daemon does not offer again: EIO for this open"
+            )
             fopen = (fopen | wire.FOPEN_DIRECT_IO) & ~wire.FOPEN_KEEP_CACHE
         if fopen & wire.FOPEN_DIRECT_IO:
             known.direct += 1
@@ -193,6 +202,8 @@ class Session:
         elif known.passed:
             known.passed -= 1
             _decrease(self._passed_at, known.node)
+            if known.node not in self._passed_at:
+                del self._backed_by[known.node]
             self._backings.released(fh)
         if not known.total:
             del self._handles[is_dir, fh]

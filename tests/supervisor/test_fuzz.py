@@ -176,6 +176,7 @@ def test_whatever_a_daemon_says_the_books_are_right(world: World) -> None:
         assert fh in world.backings._files[known.file].fhs
     opened = {fh for (is_dir, fh), known in world.session._handles.items() if known.passed and not is_dir}
     assert opened == {fh for fh, known in world.backings._by_fh.items() if known.opens}
+    assert set(world.session._backed_by) == set(world.session._passed_at)
     assert world.pump.refused > 100
     assert world.control.refused > 10
     assert len(os.listdir("/proc/self/fd")) == before, "a descriptor is left"

@@ -315,7 +315,7 @@ def test_opens_of_one_inode_never_break_the_kernels_rules(backings: Backings, tm
     assert wire.OPEN_OUT.unpack_from(reply, 16) == (1, wire.FOPEN_PASSTHROUGH, backing_id)
     request, reply = open_pair(2, wire.FOPEN_KEEP_CACHE)
     one.replied(request, reply)
-    assert wire.OPEN_OUT.unpack_from(reply, 16) == (2, wire.FOPEN_DIRECT_IO, 0), "beside a passed one: direct"
+    assert wire.OPEN_OUT.unpack_from(reply, 16) == (2, wire.FOPEN_DIRECT_IO, 0), "refused by the kernel"
     release = wire.IN_HEADER.pack(64, wire.RELEASE, 10, 5, 0, 0, 0, 0, 0)
     for fh in (1, 2):
         one.replied(release + wire.RELEASE_IN.pack(fh, 0), memoryview(b""))
@@ -327,6 +327,33 @@ def test_opens_of_one_inode_never_break_the_kernels_rules(backings: Backings, tm
     one.replied(request, reply)
     assert wire.OPEN_OUT.unpack_from(reply, 16) == (3, wire.FOPEN_DIRECT_IO, 0), "registered beside a cached one"
     os.close(fd)
+
+
+def test_an_open_with_another_file_behind_it_is_told(
+    backings: Backings, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The kernel refuses it with EIO, whatever the answer says."""
+    one = session(backings)
+    first, second = (os.open(tmp_path / name, os.O_CREAT | os.O_RDWR) for name in "ab")
+    backing_id = backings.register(1, first)
+    backings.register(2, second)
+    request, reply = open_pair(1, 0)
+    one.replied(request, reply)
+    assert wire.OPEN_OUT.unpack_from(reply, 16) == (1, wire.FOPEN_PASSTHROUGH, backing_id)
+    request, reply = open_pair(2, wire.FOPEN_KEEP_CACHE)
+    one.replied(request, reply)
+    assert wire.OPEN_OUT.unpack_from(reply, 16) == (2, wire.FOPEN_DIRECT_IO, 0)
+    assert len(backings) == 1, "what is not used is given back"
+    assert (one.broken, "does not offer again" in capfd.readouterr().err) == (1, True)
+    release = wire.IN_HEADER.pack(64, wire.RELEASE, 10, 5, 0, 0, 0, 0, 0)
+    for fh in (1, 2):
+        one.replied(release + wire.RELEASE_IN.pack(fh, 0), memoryview(b""))
+    other = backings.register(3, second)
+    request, reply = open_pair(3, 0)
+    one.replied(request, reply)
+    assert wire.OPEN_OUT.unpack_from(reply, 16) == (3, wire.FOPEN_PASSTHROUGH, other)
+    os.close(first)
+    os.close(second)
 
 
 def test_a_reply_to_open_that_is_cut_short_fails_the_open(backings: Backings) -> None:
