@@ -178,12 +178,13 @@ class ControlServer:
     async def _status(self, request: Answer, send: Send) -> None:
         path = request.get("path")
         fid, inode = await self._resolve(path)
-        answer = self._mount_facts()
         if inode.kind == "d":
-            checkpoints = await self.completeness.below(fid, patience_s=PATIENCE_S)
+            checkpoints = await self._alive(send, lambda: self.completeness.below(fid, patience_s=PATIENCE_S))
+            answer = self._mount_facts()
             answer["checkpoints"] = [self._checkpoint(c) for c in checkpoints]
         else:
             attributes = await self.parts.attributes.of(fid)
+            answer = self._mount_facts()
             answer["checkpoints"] = []
             answer["file"] = self._file(str(path), inode, attributes)
         await send(answer)
