@@ -273,6 +273,7 @@ class Passing:
     def _get_ready(self) -> None:
         """Free the spare memory that the writers will take until the next look."""
         usual, step = self._usual_bytes, self._step_bytes
-        length = sum(max(usual - vnode.seen[0], min(step, vnode.seen[0])) for vnode in self.vnodes)
+        sizes = [vnode.seen[0] for vnode in self.vnodes]
+        length = sum(usual - size if size < usual else min(step, size) for size in sizes)
         if length > 0:
             self.node.staging.make_ready(min(length, READY_BYTES_MAX))
