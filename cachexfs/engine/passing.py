@@ -29,6 +29,7 @@ log = logging.getLogger(__name__)
 
 MAP_LOOK_FIRST_S, MAP_LOOK_MAX_S = 0.001, 0.5
 WATCH_INTERVAL_S = 0.05
+WATCH_GROWING_S = 0.01  # while files grow: the room that is kept ahead of them is what they do between some looks
 SETTLE_S = 0.25
 TELL_AGAIN_S = 5.0
 ROOM_BYTES_MIN = 256 << 20  # what a passed writer may write between two looks, with something to spare
@@ -87,6 +88,7 @@ class Passing:
         self.vnodes: set[Vnode] = set()
         self._mapped: dict[Handle, None] = {}
         self._mapped_more = trio.Event()
+        self._begun = trio.Event()
         self._step_bytes = 0  # the most that all have grown by between two looks, of late
         self._usual_bytes = 0  # how long the last one was: checkpoint files come in equal sizes
 
@@ -104,6 +106,7 @@ class Passing:
             if not vnode.removed:
                 os.fchmod(vnode.fd, PASSED_MODE)  # should this daemon die, its bytes are newer than what was published
             self.vnodes.add(vnode)
+            self._begun.set()
             self.node.foreground.busy(2 * WATCH_INTERVAL_S)
             self._get_ready()
 
@@ -223,8 +226,12 @@ class Passing:
             await self._watch(nursery)
 
     async def _watch(self, nursery: trio.Nursery) -> None:
+        grown: list[Vnode] = []
         while True:
-            await trio.sleep(WATCH_INTERVAL_S)
+            with trio.move_on_after(0.0 if grown else WATCH_INTERVAL_S):
+                await self._begun.wait()
+            self._begun = trio.Event()
+            await trio.sleep(WATCH_GROWING_S)
             before_bytes = self.node.staging.used_bytes
             grown = []
             for vnode in self.vnodes:
