@@ -28,6 +28,7 @@ from sim_cluster import Cluster, Routes
 from sim_kernel import Kernel
 from sim_life import Life, SimClock
 from sim_pfs import Faults, SimPfs
+from sim_recover import Recover
 from sim_store import Store
 from sim_work import Worker
 
@@ -278,7 +279,12 @@ class Run:
 
 
 #: Name of a scenario -> its run: (seed, directory, trace) to something with ``main``.
-SCENARIOS: dict[str, Callable[..., Run | Cluster]] = {"one": Run, "cluster": Cluster, "routes": Routes}
+SCENARIOS: dict[str, Callable[..., Run | Cluster]] = {
+    "one": Run,
+    "cluster": Cluster,
+    "routes": Routes,
+    "recover": Recover,
+}
 
 
 def simulate(seed: int, scenario: str = "one", *, trace: bool = False) -> None:
