@@ -12,6 +12,7 @@ from cachexfs.engine.attributes import Attributes
 from cachexfs.engine.claims import Claims
 from cachexfs.engine.completeness import Completeness
 from cachexfs.engine.content import Reader
+from cachexfs.engine.denied import Denied
 from cachexfs.engine.drain import Drainer
 from cachexfs.engine.files import Files
 from cachexfs.engine.hold import Keeper
@@ -40,6 +41,7 @@ class Parts:
     claims: Claims
     losses: Losses
     takeover: Takeover
+    denied: Denied
 
 
 def assemble(node: Node, formats: FormatReader | None = None) -> Parts:
@@ -53,6 +55,7 @@ def assemble(node: Node, formats: FormatReader | None = None) -> Parts:
     keeper = Keeper(node, files, source.copies)
     completeness = Completeness(node, files, source, formats)
     claims, losses, takeover = Claims(node, completeness, drainer), Losses(node, completeness), Takeover(node)
+    denied = Denied(node, source)
     source.keeper, source.replicator = keeper, replicator
     keeper.fills = source.fills
     keeper.on_pressure = claims.pressed
@@ -61,11 +64,11 @@ def assemble(node: Node, formats: FormatReader | None = None) -> Parts:
     files.publishing.on_released = drainer.released
     files.on_orphan_closed = keeper.check
     node.requests.is_held = files.is_held
-    for part in (keeper, replicator, drainer, claims, losses, takeover):
+    for part in (keeper, replicator, drainer, claims, losses, takeover, denied):
         node.catalogue.listen(part.notice)
     return Parts(
         node, files, source, replicator, drainer, keeper, Importer(node, source), completeness,
-        Attributes(node, files, completeness), claims, losses, takeover,
+        Attributes(node, files, completeness), claims, losses, takeover, denied,
     )  # fmt: skip
 
 
@@ -74,3 +77,4 @@ def load(parts: Parts) -> None:
     parts.drainer.load()
     parts.claims.load()
     parts.losses.load()
+    parts.denied.load()

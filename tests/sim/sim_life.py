@@ -163,6 +163,7 @@ class Life:
                     parts.claims.run,
                     parts.keeper.run,
                     parts.takeover.run,
+                    parts.denied.run,
                 ):
                     nursery.start_soon(task)
                 if self.filesystem.kernel.passthrough:

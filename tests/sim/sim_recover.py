@@ -12,6 +12,7 @@ import os
 import zlib
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
+from contextlib import suppress
 from typing import Any, TypeVar
 from unittest import mock
 
@@ -27,6 +28,7 @@ from cachexfs.adapters.pfs_dir import TMP_SHARDS
 from cachexfs.core.boundary import Boundary
 from cachexfs.core.order import covers, paths_of
 from cachexfs.core.records import Inode, OpKind
+from cachexfs.errors import CatalogueUnavailableError
 from cachexfs.recovery import publish, run
 from cachexfs.recovery.report import LEFT, Request
 from cachexfs.recovery.target import Target
@@ -57,6 +59,7 @@ class Recover(Cluster):
         super().__init__(seed, directory, trace=trace, fsync=fsync)
         self.directory = os.path.join(directory, "pfs")
         self.recovered: dict[str, int] = {}  # outcome -> files
+        self.trouble = True  # who is killed when time is up does not come back
 
     async def main(self) -> None:
         rng = self.random
@@ -79,16 +82,18 @@ class Recover(Cluster):
             self._nursery.cancel_scope.cancel()
         if rng.random() < 0.5:
             self.store.power_cut(rng)
-        disks = [seat for seat in self.seats if rng.random() < 0.8]
+        disks = [seat.options.nvme_directory or "" for seat in self.seats if rng.random() < 0.8]
+        disks = [disk for disk in disks if os.path.isdir(disk)]
         rng.shuffle(disks)
-        self._recover([seat.options.nvme_directory or "" for seat in disks], promised if disks == self.seats else {})
+        self._recover(disks, promised if len(disks) == len(self.seats) else {})
 
     async def _promised(self) -> dict[bytes, bytes]:
         """Paths of the files that are called safe at the partner, or at pfs, whose names do not move -> digest."""
         life = self.seats[0].current
         if life is None or life.dead or not life.catalogue.link.up:
             return {}
-        await life.catalogue.barrier()
+        with suppress(CatalogueUnavailableError):
+            await life.catalogue.barrier()
         view, found = life.catalogue.view, {}
         moving = [path for _, op, _ in view.ops() if op.kind not in _STILL for path in paths_of(op)]
         for key, entry in view.items():

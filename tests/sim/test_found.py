@@ -743,3 +743,20 @@ async def test_what_the_pfs_denied_once_is_read_and_claimed_again(scene: Scene) 
     await scene.unlink(b"d/a")
     await scene.drained()
     assert scene.store.find(b"d/a") is None
+
+
+@scene(planted={b"d": ("d", 0o755, b""), b"d/a": ("f", 0o644, b"old")})
+async def test_what_the_pfs_denied_once_is_claimed_again_though_nobody_reads_it(scene: Scene) -> None:
+    """A commit file that was denied is not shown, so nobody read it any more."""
+    read = scene.life.pfs.read
+
+    async def denied(path: bytes, *args: Any) -> bytes:
+        raise FileNotFoundError(errno.ENOENT, "not here", os.fsdecode(path))
+
+    scene.life.pfs.read = denied  # type: ignore[method-assign]
+    with pytest.raises(FsError):
+        await scene.read(b"d/a")
+    assert await scene.stage(b"d/a") == "lost"
+    scene.life.pfs.read = read  # type: ignore[method-assign]
+    await trio.sleep(60)
+    assert await scene.stage(b"d/a") == "pfs"
