@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 from collections.abc import Callable
@@ -9,9 +10,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from real_support import pfs_away, until_stage
+from real_support import pfs_away, raises_errno, until, until_stage
 
 from cachexfs.demo.cluster import LocalCluster
+from cachexfs.errors import EXIT_DONE, EXIT_NOT_DURABLE
 
 MIB = 1 << 20
 SIZE = 41 * MIB + 12_345
@@ -66,3 +68,31 @@ def test_a_large_file_of_a_lost_node_comes_from_its_partner(make_cluster: Callab
         assert read(mounts[1] / "f", MIB) == data
         assert read(mounts[2] / "f", 3 * MIB) == data
     cluster.remount(0)
+
+
+def test_what_is_rewritten_on_the_pfs_while_it_is_read_is_an_error_and_not_a_mixture(
+    make_cluster: Callable[..., LocalCluster],
+) -> None:
+    cluster = make_cluster(1, mounted=False)
+    old, new = bytes([1]) * 4 * MIB, bytes([2]) * 4 * MIB
+    (cluster.pfs / "f").write_bytes(old)
+    os.setxattr(cluster.pfs / "f", "user.tag", b"theirs")
+    cluster.mount()
+    mount = cluster.nodes[0].mountpoint
+    path = mount / "f"
+    assert os.getxattr(path, "user.tag") == b"theirs"
+    with path.open("rb", buffering=0) as file:
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
+        assert os.pread(file.fileno(), 4096, 0) == old[:4096]
+        with (cluster.pfs / "f").open("r+b") as theirs:
+            theirs.write(new)
+        with raises_errno(errno.EIO):
+            os.pread(file.fileno(), 4096, 3 * MIB)
+    told = cluster.run(0, "status", str(mount))
+    assert told.code == EXIT_NOT_DURABLE
+    assert "status --refresh" in told.out
+    assert cluster.run(0, "status", str(path), "--refresh").code == EXIT_DONE
+    until("the kernel has heard of it", lambda: path.read_bytes() == new)
+    assert "status --refresh" not in cluster.run(0, "status", str(mount)).out
+    os.setxattr(path, "user.tag", b"ours")
+    until("it is set on the PFS", lambda: os.getxattr(cluster.pfs / "f", "user.tag") == b"ours")
