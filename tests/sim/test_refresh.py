@@ -95,10 +95,11 @@ async def test_a_directory_that_is_gone_is_forgotten_with_all_below(scene: Scene
 @scene()
 async def test_what_is_missing_and_still_here_is_copied_again(scene: Scene) -> None:
     await _tree(scene)
+    ino = await scene.ino(b"d/a")  # before: the drain goes on while this waits
     for gone, missing in ((b"d/a", b"d/a"), (b"d", b"d")):
         _put(scene, gone, None)
         assert (await _refresh(scene)).missing == [missing]
-        assert not scene.life.node.on_pfs(*_record(scene, await scene.ino(b"d/a")))
+        assert not scene.life.node.on_pfs(*_record(scene, ino))
         await scene.drained()
         assert [scene.on_pfs(b"d/a"), scene.on_pfs(b"d/b")] == [b"mine", b"mine too"]
         assert scene.life.node.on_pfs(*_record(scene, await scene.ino(b"d/a")))
