@@ -1,7 +1,8 @@
 """What users of other systems complain about, each on real mounts.
 
 A pointer that moves before its checkpoint is durable; a 0-byte shard beside a valid commit file; saves faster than the
-drain; odd sizes after a node's loss; a failed drain that is forgotten; an unmount that drops data.
+drain; odd sizes after a node's loss; a failed drain that is forgotten; an unmount that drops data; removed and emptied files
+that come back; zeros in a log that another node reads.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from real_support import PfsWatcher, Template, until, until_stage, write_file
+from real_support import PfsWatcher, Template, pfs_away, until, until_stage, write_file
 
 from cachexfs.demo.cluster import LocalCluster
 from cachexfs.demo.control import xattr
@@ -163,3 +164,54 @@ def test_a_drain_that_fails_for_long_is_shown_all_the_time_and_ends_whole(make_c
     until("landed", lambda: (cluster.pfs / "dir" / "f").exists())
     assert (cluster.pfs / "dir" / "f").read_bytes() == b"data"
     until("no error any more", lambda: cluster.run(0, "status").code == 0)
+
+
+def test_what_is_renamed_and_removed_before_its_upload_never_appears(alone: LocalCluster, mount: Path) -> None:
+    """rclone#6809: the directory comes back under its new name once the write-back time is over."""
+    with pfs_away(alone):
+        for round_ in range(3):
+            (mount / "old").mkdir()
+            (mount / "old" / "file").write_bytes(os.urandom(MIB))
+            (mount / "old").rename(mount / f"new-{round_}")
+        for round_ in range(3):
+            shutil.rmtree(mount / f"new-{round_}")
+        assert os.listdir(mount) == []
+    until("drained", lambda: alone.status(0).pending_ops == 0)
+    assert os.listdir(mount) == os.listdir(alone.pfs / mount.name) == []
+
+
+def test_what_replaces_an_emptied_file_before_its_upload_is_what_arrives(alone: LocalCluster, mount: Path) -> None:
+    """rclone#4293: the upload of the emptied file wins over the rename onto it, and the data is gone."""
+    (mount / "file").write_bytes(b"first")
+    until_stage(mount / "file", "pfs")
+    with pfs_away(alone):
+        (mount / "part").write_bytes(b"whole" * MIB)
+        os.truncate(mount / "file", 0)
+        (mount / "part").rename(mount / "file")
+        assert (mount / "file").read_bytes() == b"whole" * MIB
+    until_stage(mount / "file", "pfs")
+    until("drained", lambda: alone.status(0).pending_ops == 0)
+    assert (alone.pfs / mount.name / "file").read_bytes() == b"whole" * MIB
+    assert os.listdir(alone.pfs / mount.name) == ["file"]
+
+
+def test_a_log_that_grows_is_read_elsewhere_without_zeros_and_a_writer_survives_its_removal(
+    make_cluster: MakeCluster,
+) -> None:
+    """juicefs#5038: zeros instead of what was appended; CubeFS#3373: who writes to a removed file hangs."""
+    cluster = make_cluster(2, {"fsync": "returned"})
+    here, there = (node.mountpoint for node in cluster.nodes)
+    lines = [b"%07d\n" % number for number in range(600)]
+    for start in range(0, len(lines), 20):
+        with open(here / "log", "ab", buffering=0) as file:
+            for line in lines[start : start + 20]:
+                file.write(line)
+            assert b"".join(lines).startswith((there / "log").read_bytes() if start else b"")
+        assert (there / "log").read_bytes() == b"".join(lines[: start + 20])
+    with open(here / "log", "ab", buffering=0) as file:
+        (there / "log").unlink()
+        file.write(bytes(3 * MIB))
+        os.fsync(file.fileno())
+    assert os.listdir(here) == os.listdir(there) == []
+    until("drained", lambda: cluster.status(0).pending_ops + cluster.status(1).pending_ops == 0)
+    assert [name for name in os.listdir(cluster.pfs) if name != ".cachexfs"] == []
