@@ -1,8 +1,8 @@
 """What users of other systems complain about, each on real mounts.
 
 A pointer that moves before its checkpoint is durable; a 0-byte shard beside a valid commit file; saves faster than the
-drain; odd sizes after a node's loss; a failed drain that is forgotten; an unmount that drops data; removed and emptied files
-that come back; zeros in a log that another node reads.
+drain; odd sizes after a node's loss; a failed drain that is forgotten; an unmount that drops data; removed or emptied
+files that come back; zeros in a log that another node reads.
 """
 
 from __future__ import annotations
