@@ -139,6 +139,10 @@ class Operations(pyfuse3.Operations):  # type: ignore[misc]
         entry.st_ino = pyfuse3.ROOT_INODE if attr.ino == ROOT_FID else attr.ino
         entry.generation = 0
         entry.entry_timeout = entry.attr_timeout = self._timeout_s
+        if attr.kind == "f" and without_set_id(attr.mode) != attr.mode:
+            entry.attr_timeout = (
+                0  # a write takes them away, and the kernel takes only size and times for changed by it
+            )
         entry.st_mode = KIND_BITS[attr.kind] | attr.mode
         entry.st_nlink, entry.st_uid, entry.st_gid, entry.st_rdev = attr.nlink, attr.uid, attr.gid, attr.rdev
         entry.st_size, entry.st_blksize, entry.st_blocks = attr.size, BLKSIZE, attr.blocks

@@ -329,6 +329,8 @@ def test_a_change_by_others_takes_the_set_id_bits_away(open_to_all: Path, change
     subprocess.run(
         ["/bin/sh", "-c", change.replace("{}", str(path))], user=65534, group=65534, extra_groups=(), check=True
     )
+    mode_alone = subprocess.run(["stat", "-c", "%a", path], capture_output=True, text=True, check=True).stdout
+    assert mode_alone == "777\n"  # the kernel asks for no more than what is to be shown
     assert path.stat().st_mode & 0o7777 == 0o777
 
 
