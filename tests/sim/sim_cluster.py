@@ -30,6 +30,7 @@ from cachexfs.core.routes import DIRECT, PARTNER
 from cachexfs.core.transaction import Tx
 
 REST_S = 1500.0
+CALM_EVERY_S = 600.0
 MIB = 1 << 20
 
 
@@ -224,6 +225,13 @@ class Cluster:
                 net.calm()
         await trio.sleep(rng.choice([0.1, 5]))
 
+    async def _calm_late(self) -> None:
+        """No network is parted for ever: who waits for what only the other side has goes on."""
+        while True:
+            await trio.sleep(CALM_EVERY_S)
+            self.faults.calm()
+            self.net.calm()
+
     async def _kill(self, seat: Seat) -> None:
         assert self._nursery is not None
         after = seat.kill(supervised=self.random.random() < 0.5)
@@ -265,8 +273,10 @@ class Cluster:
     async def _outage(self, seat: Seat) -> None:
         """A node does not reach the catalogue; its lease may end. It goes on by itself."""
         seat.link.set(up=False)
-        await trio.sleep(self.random.choice([0.5, 5, 20]))
-        seat.link.set(up=True)
+        try:
+            await trio.sleep(self.random.choice([0.5, 5, 20]))
+        finally:
+            seat.link.set(up=True)
 
     async def _ask(self) -> None:
         while True:
@@ -291,6 +301,7 @@ class Cluster:
             async with trio.open_nursery() as suffering:
                 suffering.start_soon(self._leases)
                 suffering.start_soon(self._ask)
+                suffering.start_soon(self._calm_late)
                 async with trio.open_nursery() as working:
                     working.start_soon(self._suffer)
                     for client in clients:

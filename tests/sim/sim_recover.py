@@ -90,7 +90,7 @@ class Recover(Cluster):
     async def _promised(self) -> dict[bytes, bytes]:
         """Paths of the files that are called safe at the partner, or at pfs, whose names do not move -> digest."""
         life = self.seats[0].current
-        if life is None or life.dead or not life.catalogue.link.up:
+        if life is None or life.dead:
             return {}
         with suppress(CatalogueUnavailableError):
             await life.catalogue.barrier()
