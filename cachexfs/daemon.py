@@ -130,7 +130,9 @@ class Daemon:
             if store is not None:
                 await start_peers(services, node, self.staging, store, self.clock)
             handles = self.supervisor.state.handles if self.supervisor is not None else ()
-            open_files = {h.node // FID_STEP * FID_STEP: h.node for h in handles if not h.is_dir}
+            # A file that readers have open as it was and a writer as it is has two numbers: the writer's goes on.
+            open_ones = sorted(handles, key=lambda handle: handle.flags & os.O_ACCMODE != os.O_RDONLY)
+            open_files = {h.node // FID_STEP * FID_STEP: h.node for h in open_ones if not h.is_dir}
             await recover.adopt(node, parts.keeper, parts.files, open_files, self._set_aside())
             load(parts)
             for task in self._tasks(node, parts):

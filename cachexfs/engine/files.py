@@ -164,15 +164,23 @@ class Files:
     def without_name(self, ino: int) -> Vnode:
         """An empty vnode for a file of which nothing is left but what applications hold."""
         vnode = Vnode(ino // FID_STEP * FID_STEP, ino, Generation(0, 0, b"", b"", "", ""), removed=True)
-        self._by_ino[ino] = self._current[vnode.fid] = vnode
+        self._by_ino[ino] = vnode
+        if self.node.catalogue.view.inode(vnode.fid) is None:  # else ``ino`` stands for an earlier content
+            self._current.setdefault(vnode.fid, vnode)
         return vnode
 
-    def reopen(self, ino: int, flags: int, *, passed: bool) -> Handle:
-        """A handle that an application has held since before this daemon's life. Raises ``FsError`` ESTALE, EIO."""
-        try:
-            vnode = self.by_ino(ino)
-        except FsError:
-            vnode = self.without_name(ino)
+    def reopen(self, ino: int, flags: int, *, passed: bool, file: int = 0) -> Handle:
+        """A handle that an application has held since before this daemon's life. Raises ``FsError`` ESTALE, EIO.
+
+        ``file``: the inode number of the staged file from which the kernel serves it.
+        """
+        if file and ino not in self._by_ino and not self._is_current(ino, file):
+            vnode = self._earlier(ino, file)
+        else:
+            try:
+                vnode = self.by_ino(ino)
+            except FsError:
+                vnode = self.without_name(ino)
         handle = self.open(vnode, flags)
         handle.wrote = handle.writable and vnode.dirty
         if not passed:
@@ -181,6 +189,23 @@ class Files:
         elif vnode.fd >= 0 or self._open_local(vnode):
             self.passing.begin(handle)
         return handle
+
+    def _is_current(self, ino: int, file: int) -> bool:
+        """Whether the staged file of the newest content is the one with this inode number."""
+        generation, staging = self.node.catalogue.view.generation(ino // FID_STEP * FID_STEP), self.node.staging
+        if generation is None or not generation.stage or not staging.has(generation.stage):
+            return False
+        return os.stat(staging.path(generation.stage)).st_ino == file
+
+    def _earlier(self, ino: int, file: int) -> Vnode:
+        """The vnode of a content that was replaced while the kernel served it: the newest one has another number."""
+        vnode, staging = self.without_name(ino), self.node.staging
+        for stage in staging.stages():
+            if os.stat(staging.path(stage)).st_ino == file:
+                vnode.fd, vnode.stage, vnode.sealed = staging.open_file(stage), stage, UNWRITABLE
+                vnode.content = Generation(0, staging.size(stage), b"", b"", stage, self.node.name)
+                break
+        return vnode
 
     def keep_pages(self, handle: Handle) -> bool:
         """The kernel will use pages; whether those that it has from an earlier open are still of this content.

@@ -109,7 +109,7 @@ class Operations(pyfuse3.Operations):  # type: ignore[misc]
             if old.is_dir:
                 self._listings[old.fh] = (self._fid(old.node), None)
             else:
-                self._handles[old.fh] = self.files.reopen(old.node, old.flags, passed=old.passthrough)
+                self._handles[old.fh] = self.files.reopen(old.node, old.flags, passed=old.passthrough, file=old.file)
         for fid, inode in self.filesystem.node.requests.gone(self.filesystem.node.catalogue.view):
             self.files.orphaned(fid, inode)
 

@@ -102,7 +102,10 @@ class Replayed:
 
 @dataclass(frozen=True, slots=True)
 class Handle:
-    """A file or directory handle that applications hold open. ``opens`` counts OPENs less RELEASEs."""
+    """A file or directory handle that applications hold open. ``opens`` counts OPENs less RELEASEs.
+
+    ``file`` is the inode number of the file behind it where it passes through, else 0.
+    """
 
     fh: int
     node: int
@@ -110,6 +113,7 @@ class Handle:
     opens: int
     is_dir: bool
     passthrough: bool
+    file: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +131,7 @@ class State:
 
 _STATE_HEAD = struct.Struct("<IIIII")  # magic life has_served replays handles
 _REPLAYED = struct.Struct("<IIQQQHH4x256s256s")
-_HANDLE = struct.Struct("<QQIIII")
+_HANDLE = struct.Struct("<QQIIIIQ")
 _RECORDS_MAX = 1 << 24
 
 
@@ -145,7 +149,7 @@ def pack_state(life: int, replays: Iterable[Replayed], handles: Iterable[Handle]
         parts.append(
             _REPLAYED.pack(r.opcode, r.request_id, r.unique, r.node, r.node2, len(name), len(name2), name, name2)
         )
-    parts.extend(_HANDLE.pack(h.fh, h.node, h.flags, h.opens, h.is_dir, h.passthrough) for h in open_ones)
+    parts.extend(_HANDLE.pack(h.fh, h.node, h.flags, h.opens, h.is_dir, h.passthrough, h.file) for h in open_ones)
     return b"".join(parts)
 
 
@@ -164,8 +168,8 @@ def unpack_state(raw: bytes) -> State:
         bool(has_served),
         tuple(_replayed_rows(raw[_STATE_HEAD.size : split])),
         tuple(
-            Handle(fh, node, flags, opens, bool(is_dir), bool(passed))
-            for fh, node, flags, opens, is_dir, passed in _HANDLE.iter_unpack(raw[split:])
+            Handle(fh, node, flags, opens, bool(is_dir), bool(passed), file)
+            for fh, node, flags, opens, is_dir, passed, file in _HANDLE.iter_unpack(raw[split:])
         ),
     )
 

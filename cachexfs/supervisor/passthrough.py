@@ -139,6 +139,11 @@ class Backings:
         if known is not None and not known.opens:
             self._drop(fh)
 
+    def file_of(self, fh: int) -> int:
+        """The inode number of the file behind ``fh``; 0 when there is none."""
+        known = self._by_fh.get(fh)
+        return known.file[1] if known is not None else 0
+
     def opened(self, fh: int) -> None:
         """The kernel was told to pass an open of ``fh`` through."""
         self._by_fh[fh].opens += 1

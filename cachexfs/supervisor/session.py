@@ -211,7 +211,8 @@ class Session:
     def handles(self) -> Iterator[Handle]:
         """The open handles, for the daemon that takes over."""
         for (is_dir, fh), known in self._handles.items():
-            yield Handle(fh, known.node, known.flags, known.total, is_dir, known.passed > 0)
+            file = self._backings.file_of(fh) if known.passed else 0
+            yield Handle(fh, known.node, known.flags, known.total, is_dir, known.passed > 0, file)
 
 
 def _decrease(counts: dict[int, int], node: int) -> None:

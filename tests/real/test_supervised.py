@@ -324,3 +324,26 @@ def descriptors_of(pid: int, paths: set[str]) -> list[int]:
     found = [libc.syscall(SYS_PIDFD_GETFD, pidfd, number, 0) for number in numbers]
     os.close(pidfd)
     return found
+
+
+def test_a_reader_of_an_earlier_content_stays_with_it_over_the_daemon(
+    make_cluster: Callable[..., LocalCluster],
+) -> None:
+    """Another node has replaced what the kernel serves to it; who opens the file now gets the new content."""
+    cluster = make_cluster(2, {"supervisor": "on"})
+    here, there = (node.mountpoint / "f" for node in cluster.nodes)
+    write_file(here, b"1" * 200_000)
+    with here.open("rb", buffering=0) as reader:
+        assert reader.read(10) == b"1" * 10
+        write_file(there, b"2" * 300_000)
+        assert here.read_bytes() == b"2" * 300_000
+        old = cluster.status(0).pid
+        cluster.kill_daemon(0)
+        until("another daemon answers", lambda: cluster.answers(0) and cluster.status(0).pid != old)
+        assert here.read_bytes() == b"2" * 300_000
+        with here.open("r+b", buffering=0) as writer:
+            writer.write(b"3")
+        assert here.read_bytes() == b"3" + b"2" * 299_999
+        assert os.pread(reader.fileno(), 200_000, 0) == b"1" * 200_000
+    cluster.umount()
+    assert (cluster.pfs / "f").read_bytes() == b"3" + b"2" * 299_999

@@ -211,7 +211,7 @@ def test_a_refused_descriptor_is_told_with_its_reason(control: Control) -> None:
 
 def test_state_files_round_trip_and_are_checked() -> None:
     replays = (Replayed(wire.RENAME, 4, 9, 1, b"a" * 255, 7, b"b"), Replayed(wire.READ, 6, 0, 2, b"", 0, b""))
-    handles = (Handle(1 << 40, 3, os.O_RDWR, 2, False, True), Handle(3, 3, 0, 1, True, False))
+    handles = (Handle(1 << 40, 3, os.O_RDWR, 2, False, True, 1 << 50), Handle(3, 3, 0, 1, True, False))
     raw = pack_state(3, replays, handles, has_served=True)
     state = unpack_state(raw)
     assert (state.life, state.has_served, state.replays, state.handles) == (3, True, replays, handles)
