@@ -274,8 +274,8 @@ class DrainNames:
         there = inode.pfs if inode is not None and inode.kind == "f" else None
         if there is None or there.hidden or there.missing or not there.ino:
             return None
-        found = await self._stat(path)
-        if found is None or (found.ino, found.size) != (there.ino, there.size):
+        found = await self._pfs.stat(path, STALL_S)  # it is there: where that is denied, all of it is tried again
+        if (found.ino, found.size) != (there.ino, there.size):
             return None
         return msgspec.structs.replace(there, mtime_ns=found.mtime_ns)
 
