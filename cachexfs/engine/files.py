@@ -298,6 +298,15 @@ class Files:
         return vnode.passed > 0 or (vnode.awaited and vnode.dirty) or (vnode.content.open and vnode.writers > 0)
 
     # ---- without a name
+    def reopen_directory(self, fid: int) -> None:
+        """A directory that an application has held open since before this daemon's life: it may have been removed.
+
+        Then nobody knows its attributes any more, but that it is there and has no links.
+        """
+        if self.node.catalogue.view.inode(fid) is None:
+            now_ns = self.node.clock.now_ns()
+            self.orphaned(fid, Inode("d", 0o700, os.geteuid(), os.getegid(), now_ns, now_ns, now_ns))
+
     def orphaned(self, fid: int, inode: Inode) -> None:
         """A file lost its last name: what fstat(2) of its handles shows from now on. Or a directory was removed."""
         if inode.kind == "d":

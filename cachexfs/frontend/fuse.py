@@ -108,6 +108,7 @@ class Operations(pyfuse3.Operations):  # type: ignore[misc]
             self._next_handle = max(self._next_handle, old.fh + 1)
             if old.is_dir:
                 self._listings[old.fh] = (self._fid(old.node), None)
+                self.files.reopen_directory(self._fid(old.node))
             else:
                 self._handles[old.fh] = self.files.reopen(old.node, old.flags, passed=old.passthrough, file=old.file)
         for fid, inode in self.filesystem.node.requests.gone(self.filesystem.node.catalogue.view):

@@ -298,6 +298,26 @@ def test_what_was_removed_while_open_still_answers(mount: Path) -> None:
             os.close(fd)
 
 
+def test_a_removed_directory_stays_open_over_the_daemons_death(make_cluster: Callable[..., LocalCluster]) -> None:
+    cluster = make_cluster(1, {"supervisor": "on"})
+    path = cluster.nodes[0].mountpoint / "gone"
+    path.mkdir()
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        path.rmdir()
+        before = os.fstat(fd)
+        for _ in range(2):  # what the last requests were is known to the first daemon that follows, not to the second
+            cluster.kill_daemon(0)
+            path.mkdir()  # answered by the next daemon
+            path.rmdir()
+        os.fchmod(fd, 0o700)  # the kernel asks for the attributes
+        after = os.fstat(fd)
+        assert (after.st_ino, after.st_nlink, stat.S_IFMT(after.st_mode)) == (before.st_ino, 0, stat.S_IFDIR)
+        assert os.listdir(fd) == []
+    finally:
+        os.close(fd)
+
+
 def test_listings_have_dots_and_symlinks_no_attributes(mount: Path) -> None:
     """``ls -a``; and ``rsync -X`` fails on a name that is listed and not there."""
     (mount / "d").mkdir()
