@@ -216,7 +216,9 @@ class Pump:
             self.pending.add(unique, request)
             if self.pending.is_full:
                 self._arm()
-            if opcode == wire.INIT:
+            if opcode == wire.RELEASE:
+                self._session.releasing(wire.fh_of_release(request))
+            elif opcode == wire.INIT:
                 self._init_unique = unique
                 self._session.remember_init(bytes(request))
         self._send(request)

@@ -41,6 +41,7 @@ class _Open:
     direct: int = 0
     cached: int = 0
     passed: int = 0
+    leaving: int = 0  # of the passed ones: the kernel has ended them, and the daemon has not answered that yet
 
     @property
     def total(self) -> int:
@@ -188,6 +189,18 @@ class Session:
             self._cached_at[node] = self._cached_at.get(node, 0) + 1
         return fopen, 0
 
+    def releasing(self, fh: int) -> None:
+        """The kernel has ended an open of ``fh``, before it says so: others of the inode may go another way now."""
+        known = self._handles.get((False, fh))
+        if known is not None and not known.direct and not known.cached and known.leaving < known.passed:
+            known.leaving += 1
+            self._not_passed(known.node)
+
+    def _not_passed(self, node: int) -> None:
+        _decrease(self._passed_at, node)
+        if node not in self._passed_at:
+            del self._backed_by[node]
+
     def _released(self, is_dir: bool, fh: int) -> None:
         known = self._handles.get((is_dir, fh))
         if known is None:
@@ -201,9 +214,10 @@ class Session:
             _decrease(self._cached_at, known.node)
         elif known.passed:
             known.passed -= 1
-            _decrease(self._passed_at, known.node)
-            if known.node not in self._passed_at:
-                del self._backed_by[known.node]
+            if known.leaving:
+                known.leaving -= 1
+            else:
+                self._not_passed(known.node)
             self._backings.released(fh)
         if not known.total:
             del self._handles[is_dir, fh]
