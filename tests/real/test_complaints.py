@@ -166,9 +166,11 @@ def test_a_drain_that_fails_for_long_is_shown_all_the_time_and_ends_whole(make_c
     until("no error any more", lambda: cluster.run(0, "status").code == 0)
 
 
-def test_what_is_renamed_and_removed_before_its_upload_never_appears(alone: LocalCluster, mount: Path) -> None:
+def test_what_is_renamed_and_removed_before_its_upload_never_appears(make_cluster: MakeCluster) -> None:
     """rclone#6809: the directory comes back under its new name once the write-back time is over."""
-    with pfs_away(alone):
+    cluster = make_cluster(1)
+    mount = cluster.nodes[0].mountpoint
+    with pfs_away(cluster):
         for round_ in range(3):
             (mount / "old").mkdir()
             (mount / "old" / "file").write_bytes(os.urandom(MIB))
@@ -176,23 +178,25 @@ def test_what_is_renamed_and_removed_before_its_upload_never_appears(alone: Loca
         for round_ in range(3):
             shutil.rmtree(mount / f"new-{round_}")
         assert os.listdir(mount) == []
-    until("drained", lambda: alone.status(0).pending_ops == 0)
-    assert os.listdir(mount) == os.listdir(alone.pfs / mount.name) == []
+    until("drained", lambda: cluster.status(0).pending_ops == 0)
+    assert (os.listdir(mount), os.listdir(cluster.pfs)) == ([], [".cachexfs"])
 
 
-def test_what_replaces_an_emptied_file_before_its_upload_is_what_arrives(alone: LocalCluster, mount: Path) -> None:
+def test_what_replaces_an_emptied_file_before_its_upload_is_what_arrives(make_cluster: MakeCluster) -> None:
     """rclone#4293: the upload of the emptied file wins over the rename onto it, and the data is gone."""
+    cluster = make_cluster(1)
+    mount = cluster.nodes[0].mountpoint
     (mount / "file").write_bytes(b"first")
     until_stage(mount / "file", "pfs")
-    with pfs_away(alone):
+    with pfs_away(cluster):
         (mount / "part").write_bytes(b"whole" * MIB)
         os.truncate(mount / "file", 0)
         (mount / "part").rename(mount / "file")
         assert (mount / "file").read_bytes() == b"whole" * MIB
     until_stage(mount / "file", "pfs")
-    until("drained", lambda: alone.status(0).pending_ops == 0)
-    assert (alone.pfs / mount.name / "file").read_bytes() == b"whole" * MIB
-    assert os.listdir(alone.pfs / mount.name) == ["file"]
+    until("drained", lambda: cluster.status(0).pending_ops == 0)
+    assert (cluster.pfs / "file").read_bytes() == b"whole" * MIB
+    assert sorted(os.listdir(cluster.pfs)) == [".cachexfs", "file"]
 
 
 def test_a_log_that_grows_is_read_elsewhere_without_zeros_and_a_writer_survives_its_removal(
