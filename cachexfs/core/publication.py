@@ -35,7 +35,7 @@ def begin_change(tx: Tx, ctx: Ctx, fid: int) -> str:
 class Content:
     """What a publication says of the bytes. ``target`` is where a tracker's content points, relative to the
     mount; ``copies`` are those that are whole at this moment. ``torn``: it may lie over an earlier content in the same
-    staged file. ``route``: the way that was chosen for them when they began."""
+    staged file. ``route``: the way that was chosen for them when they began. ``stamp_ns``: see ``Generation``."""
 
     size: int
     digest: bytes
@@ -46,6 +46,7 @@ class Content:
     target: bytes | None = None
     torn: bool = False
     route: str = PARTNER
+    stamp_ns: int = 0
 
 
 def publish(tx: Tx, ctx: Ctx, fid: int, base_gen: int, content: Content) -> Generation | None:
@@ -79,7 +80,10 @@ def publish(tx: Tx, ctx: Ctx, fid: int, base_gen: int, content: Content) -> Gene
         stale=False,
     )
     tx.put(inode_key(fid), new)
-    generation = Generation(gen, content.size, content.digest, content.tree, content.stage, ctx.node, conflict=conflict)
+    generation = Generation(
+        gen, content.size, content.digest, content.tree, content.stage, ctx.node,
+        conflict=conflict, stamp_ns=content.stamp_ns,
+    )  # fmt: skip
     tx.put(generation_key(fid), generation)
     pending = tx.ops_of(fid)
     torn = content.torn and any(o.kind == OpKind.PUT and o.stage == content.stage and not o.ready for _, o in pending)

@@ -22,7 +22,7 @@ import trio
 from cachexfs.core.records import FID_STEP, Generation, Inode
 from cachexfs.engine.interfaces import ContentSource
 from cachexfs.engine.node import Node
-from cachexfs.engine.passing import Passing, mark, was_passed
+from cachexfs.engine.passing import Passing, look, mark, was_passed
 from cachexfs.engine.publishing import Publishing
 from cachexfs.engine.vnode import UNWRITABLE, Handle, Vnode, keep_last
 from cachexfs.engine.writing import Writing
@@ -151,6 +151,12 @@ class Files:
         vnode.awaited = was_passed(vnode.fd)
         vnode.sealed = published.size if published is not None and published.stage == stage else 0
         vnode.version, vnode.mtime_ns = 1, os.fstat(vnode.fd).st_mtime_ns
+        if (
+            published is not None
+            and published.stage == stage
+            and look(vnode.fd) == (published.size, published.stamp_ns)
+        ):
+            vnode.published = 1  # it was closed, and the daemon died before all of that was done
         if vnode.removed:
             vnode.published = 1
             found = os.fstat(vnode.fd)

@@ -1,8 +1,8 @@
 """What applications do now: background work begins in their pauses.
 
-Role: the front end and ``Passing`` say when applications are busy with this mount; the drain (and on a node alone the
-digests of what the kernel has written) waits for a pause before it takes processors from them. It never waits long:
-after ``WAIT_S_MAX`` without one it has as much time to itself, and not at all while somebody waits for it.
+Role: the front end and ``Passing`` say when applications are busy with this mount; the drain waits for a pause before
+it takes processors from them. It never waits long: after ``WAIT_S_MAX`` without one it has as much time to itself, and
+not at all while somebody waits for it.
 
 Concurrency: none of its own; a value and a sleep in the caller's task.
 """

@@ -99,7 +99,8 @@ class Passing:
         vnode.backed += 1
         if handle.writable:
             if not vnode.passed and not vnode.dirty:
-                vnode.seen = mark(vnode.fd)
+                seen, content = look(vnode.fd), vnode.content
+                vnode.seen = seen if seen == (content.size, content.stamp_ns) else mark(vnode.fd)
             handle.passed = True
             vnode.passed += 1
             vnode.mappable = vnode.mappable or handle.mappable

@@ -85,6 +85,7 @@ class Publishing:
         content = Content(
             size, digest, tree, stage if size else "", copies, vnode.mtime_ns, self._target(vnode, size),
             torn=vnode.passed > 0, route=route_of(self.node.catalogue.view.inode(vnode.fid), vnode),
+            stamp_ns=vnode.seen[1] if vnode in self.passing.vnodes else 0,
         )  # fmt: skip
         ctx, base = self.node.ctx(), vnode.content.gen
         made: list[Generation | None] = []
@@ -202,8 +203,6 @@ class Publishing:
         Where they were told before, one writer may have been in the middle of a write when another one closed: its
         bytes may have come after the look at them, and its stamp before.
         """
-        if vnode.content.size > DIGEST_AT_ONCE_BYTES_MAX and not self.node.replica_count:
-            await self.node.foreground.pause()  # with partners, the replica waits for them
         content = vnode.content
         if vnode.passed or vnode.dirty or vnode.removed or not content.size or vnode.fd < 0:
             return

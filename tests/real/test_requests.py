@@ -12,6 +12,7 @@ import os
 import stat
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -158,6 +159,18 @@ def test_alone_no_write_or_close_is_lost_or_doubled(alone: LocalCluster, dying: 
     assert after("opendir", lambda: os.listdir(at)) == ["f"]
     with raises_errno(errno.EOPNOTSUPP):
         os.open(at, os.O_TMPFILE | os.O_RDWR)
+
+
+def test_alone_what_was_published_is_not_published_again(alone: LocalCluster, dying: Dying) -> None:
+    """A shard would be newer than the commit file that names it, and its checkpoint never whole again."""
+    path = alone.nodes[0].mountpoint / "shard"
+    fd = os.open(path, os.O_CREAT | os.O_WRONLY)
+    os.write(fd, os.urandom(3 << 20))
+    for descriptor in (os.dup(fd), os.dup(fd), fd):
+        dying.during(partial(os.close, descriptor), lambda: None, "die-flush")
+        assert os.getxattr(path, "user.cachex.generation") == b"2"  # the first one was empty
+    until("its digest is told", lambda: "user.cachex.digest" in os.listxattr(path))
+    assert os.getxattr(path, "user.cachex.generation") == b"2"
 
 
 @pytest.mark.parametrize("data", [b"", b"old bytes"])
