@@ -34,6 +34,7 @@ from cachexfs.errors import CacheXError, CorruptError, FsError, quoted
 log = logging.getLogger(__name__)
 
 CACHE_BLOCKS_MAX = 128
+LOOKS_MAX = 4
 BLOCKS_AT_ONCE = 8
 SOURCES_MAX = 10_000  # files whose reads are told apart; the oldest are forgotten
 PFS_DEADLINE_S = 15.0
@@ -205,6 +206,20 @@ class Reader:
             del self.sources[next(iter(self.sources))]
 
     async def _fetch(self, fid: int, content: Generation, index: int) -> tuple[bytes, str]:
+        view, why = self.node.catalogue.view, ""
+        for _ in range(LOOKS_MAX):
+            known = view.inode(fid)
+            block, source, why = await self._fetch_as_known(fid, content, index)
+            if block is not None:
+                return block, source
+            if view.inode(fid) == known:
+                break  # else it has moved meanwhile, say by an eviction: look again where it is now
+        now = view.generation(fid)
+        gone = now is None or now.gen != content.gen
+        raise FsError(errno.ESTALE if gone else errno.EIO, f"{quoted(self.path(fid))} block {index}: {why}")
+
+    async def _fetch_as_known(self, fid: int, content: Generation, index: int) -> tuple[bytes | None, str, str]:
+        """(block, source, ""), or (None, "", why nobody gives it)."""
         reasons: list[str] = []
         bad: list[tuple[str, str]] = []
         wanted = block_length(content.size, index)
@@ -225,12 +240,10 @@ class Reader:
                 await self._report(fid, content, bad, reasons)
             if label == "pfs":
                 await self.copies.note_found(fid, content.gen)
-            return block, label
+            return block, label, ""
         if bad:
             await self._report(fid, content, bad, reasons)
-        gone = self.node.catalogue.view.generation(fid) != content
-        why = "; ".join(reasons) or "no live node holds it and it is not on the PFS"
-        raise FsError(errno.ESTALE if gone else errno.EIO, f"{quoted(self.path(fid))} block {index}: {why}")
+        return None, "", "; ".join(reasons) or "no live node holds it and it is not on the PFS"
 
     def _attempts(
         self, fid: int, content: Generation, index: int
