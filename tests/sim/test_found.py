@@ -723,13 +723,15 @@ async def test_a_directory_is_looked_at_for_the_first_time_while_its_rename_land
     assert await scene.read(b"e/a") == b"old"
 
 
+async def denied(path: bytes, *args: Any) -> bytes:
+    """What a PFS with a server down says of a file that is there."""
+    raise FileNotFoundError(errno.ENOENT, "not here", os.fsdecode(path))
+
+
 @scene(planted={b"d": ("d", 0o755, b""), b"d/a": ("f", 0o644, b"old")})
 async def test_what_the_pfs_denied_once_is_read_and_claimed_again(scene: Scene) -> None:
     """It counted as lost for good, and its removal left it on the PFS."""
     read = scene.life.pfs.read
-
-    async def denied(path: bytes, *args: Any) -> bytes:
-        raise FileNotFoundError(errno.ENOENT, "not here", os.fsdecode(path))
 
     scene.life.pfs.read = denied  # type: ignore[method-assign]
     with pytest.raises(FsError):
@@ -749,9 +751,6 @@ async def test_what_the_pfs_denied_once_is_read_and_claimed_again(scene: Scene) 
 async def test_what_the_pfs_denied_once_is_claimed_again_though_nobody_reads_it(scene: Scene) -> None:
     """A commit file that was denied is not shown, so nobody read it any more."""
     read = scene.life.pfs.read
-
-    async def denied(path: bytes, *args: Any) -> bytes:
-        raise FileNotFoundError(errno.ENOENT, "not here", os.fsdecode(path))
 
     scene.life.pfs.read = denied  # type: ignore[method-assign]
     with pytest.raises(FsError):
