@@ -759,3 +759,16 @@ async def test_what_the_pfs_denied_once_is_claimed_again_though_nobody_reads_it(
     scene.life.pfs.read = read  # type: ignore[method-assign]
     await trio.sleep(60)
     assert await scene.stage(b"d/a") == "pfs"
+
+
+@scene(planted={b"d": ("d", 0o755, b""), b"d/a": ("f", 0o644, b"old")})
+async def test_a_read_looks_again_where_a_content_is_that_has_moved_meanwhile(scene: Scene) -> None:
+    read, ino = scene.life.pfs.read, await scene.ino(b"d/a")
+
+    async def moved(path: bytes, *args: Any) -> bytes:
+        scene.life.pfs.read = read  # type: ignore[method-assign]
+        await scene.fs.setattr(ino, None, mode=0o600)
+        raise OSError(errno.EIO, "not where it was")
+
+    scene.life.pfs.read = moved  # type: ignore[method-assign]
+    assert await scene.read(b"d/a") == b"old"
