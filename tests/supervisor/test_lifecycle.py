@@ -7,7 +7,9 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -192,8 +194,9 @@ def test_a_daemon_that_does_not_retire_is_killed(mount: Mount) -> None:
     assert mount.umount() == 0
 
 
-def test_a_daemon_that_hangs_in_the_kernel_is_left_to_it(mount: Mount, tmp_path: Path) -> None:
-    """A second mount that nobody serves makes the daemon hang in stat: not even SIGKILL ends it."""
+@contextmanager
+def hanging(tmp_path: Path) -> Iterator[tuple[Path, int]]:
+    """A mount that nobody serves, and its device: who looks into it, once that is read, listens to no signal."""
     trap = tmp_path / "trap"
     trap.mkdir()
     place = Place.find(str(trap), only_roots=False)
@@ -201,6 +204,15 @@ def test_a_daemon_that_hangs_in_the_kernel_is_left_to_it(mount: Mount, tmp_path:
     os.set_blocking(device, True)
     try:
         os.write(device, minimal_init_reply(os.read(device, 1 << 20)))
+        yield trap, device
+    finally:
+        os.close(device)
+        unmount(place, is_lazy=True)
+
+
+def test_a_daemon_that_hangs_in_the_kernel_is_left_to_it(mount: Mount, tmp_path: Path) -> None:
+    """A second mount that nobody serves makes the daemon hang in stat: not even SIGKILL ends it."""
+    with hanging(tmp_path) as (trap, device):
         mount.up("--exit-timeout", "0.5", "--request-timeout", "1", hang=str(trap / "x"))
         pid = mount.daemon_pid()
         with ThreadPoolExecutor() as pool:
@@ -211,24 +223,15 @@ def test_a_daemon_that_hangs_in_the_kernel_is_left_to_it(mount: Mount, tmp_path:
         assert "does not die" in mount.said()
         assert os.path.exists(f"/proc/{pid}")
         (mount.point / "f").write_bytes(b"x")
-    finally:
-        os.close(device)
-        unmount(place, is_lazy=True)
     wait_until(lambda: not os.path.exists(f"/proc/{pid}"), "the old one is reaped when it ends at last")
     assert mount.umount() == 0
 
 
 def test_a_standby_that_hangs_in_the_kernel_is_not_waited_for(mount: Mount, tmp_path: Path) -> None:
     """The installation lies on a filesystem that has just gone away."""
-    trap = tmp_path / "trap"
-    trap.mkdir()
-    place = Place.find(str(trap), only_roots=False)
-    device = raw_mount(place, "trap", is_shared=True, uid=0, gid=0)
-    os.set_blocking(device, True)
-    code = f"import os, runpy; 'CACHEXFS_STANDBY_FD' in os.environ and os.stat('{trap}/x')\n"
-    code += f"runpy.run_path('{DAEMON}', run_name='__main__')"
-    try:
-        os.write(device, minimal_init_reply(os.read(device, 1 << 20)))
+    with hanging(tmp_path) as (trap, device):
+        code = f"import os, runpy; 'CACHEXFS_STANDBY_FD' in os.environ and os.stat('{trap}/x')\n"
+        code += f"runpy.run_path('{DAEMON}', run_name='__main__')"
         mount.start("--standby", "--standby-after", "0.1", "--start-timeout", "2", daemon=(sys.executable, "-c", code))
         wait_until(lambda: mount.phase() == "serving", "the mount serves")
         wait_until(lambda: mount.status()["standby_pid"] != 0, "a standby")
@@ -239,29 +242,17 @@ def test_a_standby_that_hangs_in_the_kernel_is_not_waited_for(mount: Mount, tmp_
         (mount.point / "f").write_bytes(b"x")
         wait_until(lambda: "not taken" in str(mount.status()["last_failure"]), "the upgrade is given up")
         assert (mount.point / "f").read_bytes() == b"x"
-    finally:
-        os.close(device)
-        unmount(place, is_lazy=True)
     assert mount.umount() == 0
 
 
 def test_an_installation_on_a_filesystem_that_hangs_does_not_hold_the_mount(mount: Mount, tmp_path: Path) -> None:
-    trap = tmp_path / "trap"
-    trap.mkdir()
-    place = Place.find(str(trap), only_roots=False)
-    device = raw_mount(place, "trap", is_shared=True, uid=0, gid=0)
-    os.set_blocking(device, True)
-    try:
-        os.write(device, minimal_init_reply(os.read(device, 1 << 20)))
+    with hanging(tmp_path) as (trap, device):
         mount.up("--standby", "--start-timeout", "2")
         assert mount.ask(f"restart {trap}/bin/python") == {"said": "restarting"}
         os.read(device, 1 << 20)  # the way to the program is asked for, and nobody answers
         (mount.point / "f").write_bytes(b"x")
         wait_until(lambda: "not taken" in str(mount.status()["last_failure"]), "the upgrade is given up")
         assert (mount.point / "f").read_bytes() == b"x"
-    finally:
-        os.close(device)
-        unmount(place, is_lazy=True)
     assert mount.umount() == 0
 
 
