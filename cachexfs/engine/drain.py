@@ -203,7 +203,7 @@ class Drainer:
             await self._put(key, op, state)
             return
         async with self._meta_slots:
-            current = await self.owners.own(key, begin=True)
+            current = await self.owners.own(key, begin=op.kind != OpKind.DIRATTR)
             if current is None or self.waits.blocker(key) is not None:
                 return
             if current.parked and self._made_anew(key, current):

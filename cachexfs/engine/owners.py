@@ -11,6 +11,8 @@ answers. So no two nodes carry out one operation at a time:
   its process was killed at its deadline. Until then the operation is pending and what comes after it in the order
   waits, so a late call hits what it was meant for.
 - What lands a file needs no note: it renames a hidden file, which is not there any more once somebody has landed it.
+  Nor does what gives a directory its times and mode, the last change of each: a late call gives it what it was meant to
+  have, and no other change waits for it.
 
 Concurrency: none; everything but ``own`` looks at the view.
 """

@@ -16,7 +16,7 @@ import pytest
 from cachexfs.demo.cluster import LocalCluster
 from cachexfs.demo.control import xattr
 
-WAIT_TIMEOUT_S = 60.0
+WAIT_TIMEOUT_S = 150.0  # longer than a survivor waits for what a lost node had begun (``owners.FENCE_S``)
 POLL_S = 0.02
 COMMIT = ".metadata"
 

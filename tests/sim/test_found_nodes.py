@@ -21,6 +21,7 @@ from sim_run import inline_threads
 from cachexfs.core.changes import NewAttrs
 from cachexfs.core.records import ROOT_FID, OpKind
 from cachexfs.engine.filesystem import Filesystem
+from cachexfs.engine.owners import FENCE_S
 
 FILE, DIRECTORY = NewAttrs(0o644, 0, 0), NewAttrs(0o755, 0, 0)
 SEEDS = {2: 1, 3: 5}  # number of nodes -> a seed that gives so many
@@ -464,6 +465,35 @@ def test_a_call_that_hangs_on_a_node_which_was_cut_off_hits_nothing_newer(*, kin
         pair.seats[0].link.set(up=True)
         await trio.sleep(60)
         assert {name: ino.data for name, ino in pair.store.root.entries.items() if ino.kind == "f"} == found
+
+    play(scene)
+
+
+def test_a_directory_whose_times_a_lost_node_was_setting_keeps_nothing_pending() -> None:
+    """The root's times waited for that node's late calls, and with them whoever waited for an idle drain."""
+
+    async def scene(pair: Pair) -> None:
+        first = pair.seats[0].current
+        assert first is not None
+        run, asked = first.pfs.run, trio.Event()
+
+        async def hung(kind: str, *args: Any, **options: Any) -> None:
+            if kind == "attr":
+                asked.set()
+                await trio.sleep_forever()
+            await run(kind, *args, **options)
+
+        pair.faults.away = False
+        await pair.write(0, ROOT_FID, b"a", b"bytes")
+        await trio.sleep(60)
+        first.pfs.run = hung  # type: ignore[method-assign]
+        await pair.fs(0).unlink(ROOT_FID, b"a")
+        with trio.fail_after(30):
+            await asked.wait()
+        pair.seats[0].kill(supervised=False)
+        with trio.fail_after(FENCE_S / 2):
+            while pair.log.state.op_count:  # noqa: ASYNC110
+                await trio.sleep(1)
 
     play(scene)
 
