@@ -56,8 +56,9 @@ class Serving:
         options, supervisor = self.options, self.supervisor
         control.facts.kernel, control.facts.kernel_reason = fuse_mount.mode(options, supervisor)
         operations = Operations(
-            Filesystem(parts), timeout_s=ALONE_TIMEOUT_S if options.alone else 0.0, hide_xattrs=options.hide_xattrs
-        )
+            Filesystem(parts), supervisor.share_payloads() if supervisor is not None else None,
+            timeout_s=ALONE_TIMEOUT_S if options.alone else 0.0, hide_xattrs=options.hide_xattrs,
+        )  # fmt: skip
         control.on_stale = operations.forget_entry
         fuse_mount.mount(options, supervisor, operations)
         if supervisor is not None:

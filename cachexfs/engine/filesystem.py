@@ -17,6 +17,7 @@ import trio
 from cachexfs.core import attrs, namespace
 from cachexfs.core.boundary import Boundary
 from cachexfs.core.changes import NewAttrs
+from cachexfs.core.digest import Buffer
 from cachexfs.core.order import parent_of
 from cachexfs.core.records import Inode, OpKind
 from cachexfs.core.routes import PARTNER
@@ -172,7 +173,7 @@ class Filesystem(Names):
         """Bytes of an open file."""
         return await self.files.read(handle.vnode, offset, length)
 
-    async def write(self, handle: Handle, offset: int, data: bytes) -> int:
+    async def write(self, handle: Handle, offset: int, data: Buffer) -> int:
         """Write to an open file. The set-id bits fall unless its opener may keep them."""
         done = await self.files.writing.write(handle, offset, data)
         if handle.drops_set_id:

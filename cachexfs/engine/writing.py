@@ -16,6 +16,7 @@ from functools import partial
 import trio
 
 from cachexfs.core import publication
+from cachexfs.core.digest import Buffer
 from cachexfs.engine.copying import copy_bytes
 from cachexfs.engine.interfaces import ContentSource
 from cachexfs.engine.node import Node
@@ -34,7 +35,7 @@ class Writing:
         self.source = source
         self.passing = passing
 
-    async def write(self, handle: Handle, offset: int, data: bytes) -> int:
+    async def write(self, handle: Handle, offset: int, data: Buffer) -> int:
         """Put bytes into the staging file; returns how many. Raises EFBIG, and ENOSPC at the deadline for room."""
         vnode = handle.vnode
         check_size(self.node, offset + len(data))
@@ -66,7 +67,7 @@ class Writing:
                     keep_last(vnode)
                     return
 
-    async def _write_spilled(self, handle: Handle, offset: int, data: bytes) -> int:
+    async def _write_spilled(self, handle: Handle, offset: int, data: Buffer) -> int:
         """A write to NVMe, which may take its time: in a thread."""
         vnode = handle.vnode
         with trio.move_on_after(self.node.options.full_timeout_s):

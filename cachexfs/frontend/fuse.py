@@ -35,6 +35,7 @@ from cachexfs.engine.stat import BLKSIZE, Attr
 from cachexfs.engine.vnode import Handle
 from cachexfs.errors import CacheXError, FsError
 from cachexfs.supervisor.client import Supervisor
+from cachexfs.supervisor.payloads import SharedPayloads
 
 log = logging.getLogger(__name__)
 
@@ -87,8 +88,11 @@ class Operations(pyfuse3.Operations):  # type: ignore[misc]
     enable_writeback_cache = False
     enable_acl = False
 
-    def __init__(self, filesystem: Filesystem, *, timeout_s: float, hide_xattrs: bool) -> None:
+    def __init__(
+        self, filesystem: Filesystem, payloads: SharedPayloads | None = None, *, timeout_s: float, hide_xattrs: bool
+    ) -> None:
         super().__init__()
+        self._payloads = payloads
         self.filesystem = filesystem
         self.files = filesystem.files
         self._timeout_s = timeout_s
@@ -294,7 +298,8 @@ class Operations(pyfuse3.Operations):  # type: ignore[misc]
     @handler
     async def write(self, fh: int, off: int, buf: bytes) -> int:
         self.filesystem.node.foreground.busy()
-        return await self.filesystem.write(self._handles[fh], off, buf)
+        data = buf if self._payloads is None else self._payloads.of(buf)
+        return await self.filesystem.write(self._handles[fh], off, data)
 
     @handler
     async def flush(self, fh: int) -> None:

@@ -161,6 +161,7 @@ class Child(Process):
         self,
         program: Program,
         state: bytes,
+        payloads_fd: int,
         *,
         passthrough: bool,
         standby: Giver | None = None,
@@ -174,7 +175,7 @@ class Child(Process):
             os.lseek(state_fd, 0, os.SEEK_SET)
             for sock in pairs[0]:
                 _enlarge(sock)
-            theirs = [*(pair[1].fileno() for pair in pairs), state_fd]
+            theirs = [*(pair[1].fileno() for pair in pairs), state_fd, payloads_fd]
             if standby is not None and standby.give(theirs, passthrough):
                 super().__init__(standby.process())
             else:

@@ -3,6 +3,7 @@
 Role: what a pyfuse3 daemon needs to run behind a supervisor::
 
     supervisor = Supervisor.from_environ()          # None: mount yourself, as without a supervisor
+    payloads = supervisor.share_payloads()          # may be left out: the write handler's ``buf`` is payloads.of(buf)
     pyfuse3.init(operations, supervisor.fuse_path, options)
     ...adopt supervisor.state...
     supervisor.ready()
@@ -21,6 +22,7 @@ from typing import Self
 
 from . import messages
 from .messages import Call, Event, Message, State
+from .payloads import SharedPayloads
 from .replay import PID_MAX, Replays
 
 #: How long the supervisor may leave the control socket full, seconds. Then the daemon goes on as if refused.
@@ -36,6 +38,7 @@ class Supervisor:
         control: socket.socket,
         events: socket.socket,
         state: State,
+        payloads_fd: int = -1,
         *,
         passthrough: bool,
         mount_id: str,
@@ -44,6 +47,7 @@ class Supervisor:
         self._fuse_fd = fuse_fd
         self._control = control
         self._events = events
+        self._payloads_fd = payloads_fd
         #: What an earlier daemon of this mount left behind.
         self.state = state
         #: The unanswered requests of earlier daemons.
@@ -78,7 +82,7 @@ class Supervisor:
             raise messages.MalformedError("the supervisor's descriptors are not numbers")
         else:
             fds = [int(number) for number in raw]
-        fuse_fd, control_fd, events_fd, state_fd = fds
+        fuse_fd, control_fd, events_fd, state_fd, payloads_fd = fds
         for fd in fds:
             os.set_inheritable(fd, False)
         with os.fdopen(state_fd, "rb") as reader:
@@ -92,6 +96,7 @@ class Supervisor:
             control,
             events,
             state,
+            payloads_fd,
             passthrough=passthrough,
             mount_id=mount_id,
             mountpoint=mountpoint,
@@ -137,6 +142,15 @@ class Supervisor:
         removexattr, setattr or setxattr: behind a supervisor it is not the caller's. Ids belong to ``mount_id``.
         """
         return pid if pid > PID_MAX else None
+
+    def share_payloads(self) -> SharedPayloads:
+        """From now on large writes come as references to shared memory: their handler passes ``buf`` through ``of``.
+
+        Call it at most once, before ``pyfuse3.init``. ``OSError`` when that cannot be.
+        """
+        payloads = SharedPayloads(self._payloads_fd)
+        self._say(Call.SHARED)
+        return payloads
 
     def ready(self) -> None:
         """The state is adopted and the main loop is about to run. ``OSError`` when nobody listens."""

@@ -1,4 +1,4 @@
-"""What the daemon says on the control socket: ready, an offer, alive, stopping, draining.
+"""What the daemon says on the control socket: ready, an offer, alive, stopping, draining, shared.
 
 Role: receives one fixed-size message and at most one descriptor, checks both, acts. What is not a message is counted
 and left; descriptors that came along are always closed here. Nothing is answered.
@@ -28,6 +28,9 @@ class Listener(Protocol):
 
     def daemon_alive(self) -> None:
         """Its loop runs."""
+
+    def daemon_shares(self) -> None:
+        """It takes the bytes of large writes from the shared memory."""
 
     def daemon_stopping(self, code: int) -> None:
         """It has finished on purpose, with this exit code."""
@@ -99,6 +102,8 @@ class Control:
             self._backings.register(message.fh, fds[0])
         elif message.kind == Call.ALIVE:
             self._listener.daemon_alive()
+        elif message.kind == Call.SHARED:
+            self._listener.daemon_shares()
         elif message.kind == Call.READY:
             self._listener.daemon_ready()
         elif message.kind == Call.DRAINING:

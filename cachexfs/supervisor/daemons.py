@@ -90,7 +90,8 @@ class Daemons:
         replays, handles = self._pump.pending.described(), self._session.handles()
         state = messages.pack_state(life.life, replays, handles, has_served=life.has_served)
         try:
-            child = Child(self.program, state, passthrough=not why, standby=self.ahead.take())
+            payloads_fd = self._pump.pending.memory.fd
+            child = Child(self.program, state, payloads_fd, passthrough=not why, standby=self.ahead.take())
         except OSError as error:
             self.failed(f"cannot run {self.program.argv[0]}: {error.strerror}")
             return
@@ -111,6 +112,7 @@ class Daemons:
             self.kill(why)
             return
         self._is_initialised = True
+        self.drain_control()  # how it takes large writes
         self._pump.replay()
         self._maybe_serving()
 
@@ -164,6 +166,7 @@ class Daemons:
         else:
             code = -signal.SIGKILL
             self.killed.add(child)
+            self._pump.pending.withdraw_slots()
         self.child = None
         self._is_retire_due = False
         self._backings.daemon_gone()

@@ -17,14 +17,15 @@ ENV_FUSE_FD = "CACHEXFS_FUSE_FD"
 ENV_CONTROL_FD = "CACHEXFS_SUPERVISOR_FD"
 ENV_EVENTS_FD = "CACHEXFS_EVENTS_FD"
 ENV_STATE_FD = "CACHEXFS_STATE_FD"
-ENV_FDS = (ENV_FUSE_FD, ENV_CONTROL_FD, ENV_EVENTS_FD, ENV_STATE_FD)
-#: A process that is started ahead has this one instead, and gets the four over it.
+ENV_PAYLOADS_FD = "CACHEXFS_PAYLOADS_FD"
+ENV_FDS = (ENV_FUSE_FD, ENV_CONTROL_FD, ENV_EVENTS_FD, ENV_STATE_FD, ENV_PAYLOADS_FD)
+#: A process that is started ahead has this one instead, and gets the five over it.
 ENV_STANDBY_FD = "CACHEXFS_STANDBY_FD"
 ENV_MOUNT_ID = "CACHEXFS_MOUNT_ID"
 ENV_PASSTHROUGH = "CACHEXFS_PASSTHROUGH"
 ENV_MOUNTPOINT = "CACHEXFS_MOUNTPOINT"
 
-MAGIC = 0x43585332  # "CXS2": another number when anything here changes, for a supervisor outlives an upgrade
+MAGIC = 0x43585333  # "CXS3": another number when anything here changes, for a supervisor outlives an upgrade
 NAME_BYTES_MAX = 255
 
 
@@ -36,6 +37,7 @@ class Call(enum.IntEnum):
     DRAINING = 3  # the mount has ended and work is left: no deadline for the exit
     OFFER = 4  # one descriptor comes along: it may back file handle ``fh``; in force for the next reply to an open
     ALIVE = 5  # the answer to ``Event.PULSE``
+    SHARED = 6  # it takes the bytes of large writes from the shared memory; before its answer to INIT
 
 
 class Event(enum.IntEnum):

@@ -10,25 +10,21 @@ from collections.abc import Iterator
 
 from . import wire
 from .messages import Replayed
+from .payloads import SLOT_BYTES, PayloadMemory
 from .replay import PID_MAX, REQUEST_ID_MAX, TABLE, Rule, describe
 
-#: What a request that keeps its buffer holds: one huge page, room for ``wire.MESSAGE_BYTES_MAX``.
-BUFFER_BYTES = 2 << 20
 #: What unanswered requests may hold. Our daemon works on 256 at a time; beyond, the kernel keeps them. Bytes.
 PENDING_BYTES_MAX = 640 << 20
-
-Request = bytes | memoryview
-
-
-def _held_bytes(request: Request) -> int:
-    return len(request) if type(request) is bytes else BUFFER_BYTES
 
 
 class Pending:
     """Unanswered requests by the kernel's number (``unique``)."""
 
     def __init__(self) -> None:
-        self._requests: dict[int, Request] = {}
+        #: Where the bytes of large writes lie; one slot is the next request's.
+        self.memory = PayloadMemory(PENDING_BYTES_MAX // SLOT_BYTES + 2)
+        self._requests: dict[int, bytes] = {}
+        self._payloads: dict[int, tuple[int, int]] = {}
         self._ids: dict[int, int] = {}
         self._next_id = PID_MAX + 1
         self._bytes = 0
@@ -43,39 +39,59 @@ class Pending:
     @property
     def is_full(self) -> bool:
         """Whether the kernel is to keep further ones."""
-        return self._bytes > PENDING_BYTES_MAX
+        return self._bytes > PENDING_BYTES_MAX or self.memory.is_exhausted
 
     @property
     def oldest(self) -> int:
         """The number of the oldest; 0 when there is none."""
         return next(iter(self._requests), 0)
 
-    def add(self, unique: int, request: Request) -> None:
+    def add(self, unique: int, request: bytes) -> None:
         """The kernel waits for an answer to this."""
         before = self._requests.get(unique)
         self._requests[unique] = request
-        self._bytes += _held_bytes(request) - (0 if before is None else _held_bytes(before))
+        self._bytes += len(request) - (0 if before is None else len(before))
 
-    def take(self, unique: int) -> Request | None:
-        """It is answered; None: nobody waits for that."""
+    def add_write(self, unique: int, head: bytes, slot: int, length: int) -> None:
+        """The kernel waits for the answer to a WRITE of the ``length`` bytes in a slot, which is ours until then."""
+        self.add(unique, head)
+        self._payloads[unique] = (slot, length)
+        self._bytes += SLOT_BYTES
+
+    def take(self, unique: int) -> bytes | None:
+        """It is answered (of a large WRITE: its head); None: nobody waits for that."""
         request = self._requests.pop(unique, None)
         if request is not None:
-            self._bytes -= _held_bytes(request)
-            self._ids.pop(unique, None)
+            self._bytes -= len(request)
+            if unique in self._payloads:
+                self._bytes -= SLOT_BYTES
+                self.memory.give(self._payloads.pop(unique)[0])
+            else:
+                self._ids.pop(unique, None)
         return request
 
-    def identify(self, unique: int, view: memoryview) -> None:
+    def write(self, unique: int) -> tuple[bytes, int, int] | None:
+        """Head, slot and length of a large WRITE; None: nobody waits for it any more."""
+        request = self._requests.get(unique)
+        return None if request is None else (request, *self._payloads[unique])
+
+    def identify(self, unique: int, view: bytearray) -> None:
         """Put a number of its own into a request, the same when it is repeated, in place of the caller's pid."""
         request_id = self._next_id
         self._next_id = request_id + 1 if request_id < REQUEST_ID_MAX else PID_MAX + 1
         self._ids[unique] = request_id
         wire.put_u32(view, wire.IN_PID_OFFSET, request_id)
 
-    def repeatable(self) -> list[Request]:
-        """What the next daemon is given again, oldest first."""
-        requests = self._requests.values()
-        rules = ((TABLE.get(wire.opcode_of(request)), request) for request in requests)
-        return [request for row, request in rules if row is None or row.rule in (Rule.AGAIN, Rule.ONCE)]
+    def withdraw_slots(self) -> None:
+        """A daemon that does not die may still read what is held now."""
+        for slot, _ in self._payloads.values():
+            self.memory.withdraw(slot)
+
+    def repeatable(self) -> list[bytes | int]:
+        """What the next daemon is given again, oldest first: a message, or the number of a large WRITE."""
+        rows = ((TABLE.get(wire.opcode_of(request)), unique, request) for unique, request in self._requests.items())
+        again = [(u, request) for row, u, request in rows if row is None or row.rule in (Rule.AGAIN, Rule.ONCE)]
+        return [unique if unique in self._payloads else request for unique, request in again]
 
     def described(self) -> list[Replayed]:
         """The rows of the next daemon's state file."""

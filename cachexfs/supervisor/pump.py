@@ -1,7 +1,7 @@
 """The pump: whole messages between the kernel and the daemon.
 
-Role: the hot path. Reads ``/dev/fuse``, writes the daemon's socket, and back. Payload is never copied: a large
-request stays in the buffer it was read into until it is answered, and the next read takes another buffer.
+Role: the hot path. Reads ``/dev/fuse``, writes the daemon's socket, and back. The bytes of a large write stay where
+they were read to until it is answered, in memory that the daemon sees, too (``payloads``).
 Concurrency: one thread, two non-blocking descriptors in one epoll. Notifications (cache invalidation) go
 through a second thread, because the kernel may make them wait for a lock that only a reply frees.
 Called by ``run``; calls ``Session`` for the few replies that are watched.
@@ -19,14 +19,15 @@ from collections.abc import Callable
 
 from . import wire
 from .notifier import Notifier
-from .pending import BUFFER_BYTES, Pending, Request
+from .payloads import REFERENCE, referring
+from .pending import Pending
 from .replay import IDENTIFIED
 from .session import WATCHED, IncompatibleError, Session
 
-#: Requests up to this size are copied out of the read buffer; larger ones keep the buffer. Bytes.
-_COPY_BYTES_MAX = 32768
-#: Buffers kept for reuse: what one burst of background writes needs.
-_POOL_MAX = 32
+#: Writes up to this size are sent with their bytes, larger ones as a reference. Bytes.
+_INLINE_BYTES_MAX = 32768
+#: Room for a reply, on a huge page.
+_REPLY_BYTES = 2 << 20
 #: Replies that are taken from a dead daemon: more than its socket holds.
 _LAST_REPLIES_MAX = 1 << 16
 _AGAIN = (errno.EAGAIN, errno.EINTR, errno.ENOENT)
@@ -41,9 +42,9 @@ _TURN_S_MAX = 1.0
 _NO_MEMORY_S = 0.001
 
 
-def _new_buffer() -> mmap.mmap:
-    """Room for any message, on a huge page where the machine gives one: 5 % of the handler's write rate."""
-    buffer = mmap.mmap(-1, BUFFER_BYTES)
+def _reply_buffer() -> mmap.mmap:
+    """Room for any reply, on a huge page where the machine gives one."""
+    buffer = mmap.mmap(-1, _REPLY_BYTES)
     try:
         buffer.madvise(mmap.MADV_HUGEPAGE)
     except OSError:
@@ -62,10 +63,12 @@ class Pump:
         self._is_open_for_requests = False
         #: What the kernel waits for.
         self.pending = Pending()
-        self._outgoing: deque[Request] = deque()
-        self._pool: list[mmap.mmap] = []
-        self._request_view: memoryview | None = None
-        self._reply_view = memoryview(_new_buffer())
+        #: Whether the daemon takes the bytes of large writes from the shared memory.
+        self.is_sharing = False
+        self._outgoing: deque[bytes | int] = deque()  # a message, or the number of a large WRITE
+        self._head = bytearray(wire.WRITE_HEAD_BYTES)
+        self._slot: int | None = None  # where the bytes of the next request go
+        self._reply_view = memoryview(_reply_buffer())
         self._spin_s = spin_s
         self._device_mask = 0
         self._peer_mask = 0
@@ -138,7 +141,7 @@ class Pump:
     def attach(self, peer_fd: int) -> None:
         """A new daemon's socket. INIT goes first when the kernel has sent it; the rest waits for its answer."""
         self._peer = peer_fd
-        self.is_peer_gone = False
+        self.is_peer_gone = self.is_sharing = False
         self._outgoing.clear()
         self._peer_mask = select.EPOLLIN
         self._epoll.register(peer_fd, self._peer_mask)
@@ -181,58 +184,75 @@ class Pump:
 
     def on_device(self) -> None:
         """The device is readable: one request."""
-        view = self._request_view
-        if view is None:  # the last request stays in its buffer; the one freed last is still in the CPU's cache
-            pool = self._pool
-            view = self._request_view = memoryview(pool.pop() if pool else _new_buffer())
+        head, pending = self._head, self.pending
+        if self._slot is None:
+            self._slot = pending.memory.take()
+            if self._slot is None:
+                self._arm()  # an answer frees one
+                return
+        payload = pending.memory.view(self._slot)
         try:
-            size = os.readv(self._device, (view,))
+            size = os.readv(self._device, (head, payload))
         except OSError as error:
             if error.errno not in _AGAIN:
                 self.device_ended()
             return
-        _, opcode, unique = wire.IN_HEAD.unpack_from(view)
+        _, opcode, unique = wire.IN_HEAD.unpack_from(head)
+        length = size - wire.WRITE_HEAD_BYTES
         if self.is_failing:
-            self._fail(opcode, unique, view[:size])
+            self._fail(opcode, unique, bytes(head))
             return
-        if opcode == wire.GETXATTR and view[_CAPABILITY_AT] == _CAPABILITY:
+        if opcode == wire.GETXATTR and head[_CAPABILITY_AT] == _CAPABILITY:
             self._answer(wire.error_reply(unique, errno.ENODATA), unique)
             return
         if opcode in IDENTIFIED:
-            self.pending.identify(unique, view)
-        request: Request
-        if size <= _COPY_BYTES_MAX:
-            request = bytes(view[:size])
-        else:
-            request = view[:size]
-            if opcode not in wire.NO_REPLY:
-                self._request_view = None
+            pending.identify(unique, head)
+        if opcode == wire.WRITE and (length > _INLINE_BYTES_MAX or length == REFERENCE.size):
+            pending.add_write(unique, bytes(head), self._slot, length)
+            self._slot = None
+            if pending.is_full:
+                self._arm()
+            self._send(unique)
+            return
+        request = bytes(head[:size]) if length <= 0 else b"".join((head, payload[:length]))
         if opcode in wire.NO_REPLY:
             if opcode == wire.INTERRUPT:
                 return
-            if size > _COPY_BYTES_MAX:
-                request = bytes(request)
         else:
-            self.pending.add(unique, request)
-            if self.pending.is_full:
+            pending.add(unique, request)
+            if pending.is_full:
                 self._arm()
             if opcode == wire.RELEASE:
                 self._session.releasing(wire.fh_of_release(request))
             elif opcode == wire.INIT:
                 self._init_unique = unique
-                self._session.remember_init(bytes(request))
+                self._session.remember_init(request)
         self._send(request)
 
-    def _send(self, request: Request) -> None:
+    def _send(self, request: bytes | int) -> None:
         if self._outgoing:
             self._outgoing.append(request)
             return
         try:
-            os.write(self._peer, request)
+            self._put(request)
         except OSError as error:
             self._not_sent(request, error)
 
-    def _not_sent(self, request: Request, error: OSError) -> None:
+    def _put(self, request: bytes | int) -> None:
+        """Write one message to the daemon's socket. Raises ``OSError``."""
+        if isinstance(request, bytes):
+            os.write(self._peer, request)
+            return
+        write = self.pending.write(request)
+        if write is None:
+            return  # given up meanwhile
+        head, slot, length = write
+        if self.is_sharing:
+            os.write(self._peer, referring(head, slot, length))
+        else:
+            os.writev(self._peer, (head, self.pending.memory.view(slot)[:length]))
+
+    def _not_sent(self, request: bytes | int, error: OSError) -> None:
         if error.errno in (errno.EAGAIN, errno.ENOBUFS, errno.ENOMEM):
             self._outgoing.appendleft(request)
             if error.errno != errno.EAGAIN:
@@ -248,7 +268,7 @@ class Pump:
         while outgoing:
             request = outgoing.popleft()
             try:
-                os.write(self._peer, request)
+                self._put(request)
             except OSError as error:
                 self._not_sent(request, error)
                 return
@@ -313,8 +333,6 @@ class Pump:
         else:
             self._answer(view[:size], unique)
         self.answered += 1
-        if type(request) is memoryview and len(self._pool) < _POOL_MAX and not self._outgoing:
-            self._pool.append(request.obj)  # type: ignore[arg-type]
         return True
 
     def _answer(self, reply: wire.Buffer, unique: int) -> None:
@@ -332,7 +350,7 @@ class Pump:
             except OSError:
                 pass  # the kernel had ended the request with the first one
 
-    def _init_replied(self, reply: memoryview, request: Request) -> None:
+    def _init_replied(self, reply: memoryview, request: bytes) -> None:
         try:
             if self._session.init_replied(reply):
                 self._answer(reply, self._init_unique)

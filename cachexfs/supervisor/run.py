@@ -154,6 +154,10 @@ class Supervisor:
         """The daemon's loop runs."""
         self._daemons.blame.alive()
 
+    def daemon_shares(self) -> None:
+        """The daemon takes the bytes of large writes from the shared memory."""
+        self._pump.is_sharing = True
+
     def daemon_stopping(self, code: int) -> None:
         """The daemon has finished on purpose."""
         self._life.exit_code = self._life.exit_code or code & 0xFF

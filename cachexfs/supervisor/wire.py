@@ -83,6 +83,10 @@ OPEN_IN = struct.Struct("<II")  # flags open_flags
 CREATE_IN = struct.Struct("<IIII")  # flags mode umask open_flags
 RELEASE_IN = struct.Struct("<QI")  # fh flags ...
 
+#: A WRITE request: header, then fh offset size write_flags lock_owner flags padding, then the bytes.
+WRITE_HEAD_BYTES = IN_HEADER.size + 40
+WRITE_SIZE_OFFSET = IN_HEADER.size + 16
+
 FOPEN_DIRECT_IO = 1 << 0
 FOPEN_KEEP_CACHE = 1 << 1
 FOPEN_NOFLUSH = 1 << 5

@@ -7,7 +7,8 @@ supervisor when the environment names none (argument: the mount point).
 Environment: ``PLAIN_ROOT``; ``PLAIN_DIRECT=1`` direct_io opens; ``PLAIN_DIE=op[,op]`` SIGKILL of itself after
 ``op`` is applied and before it is answered, once each; ``PLAIN_FAIL=1`` exit at once; ``PLAIN_SILENT=1`` never
 ready; ``PLAIN_POISON=name`` dies when the name is looked up; ``PLAIN_HANG=path`` stats it when ``hang`` is looked
-up in the first life; ``PLAIN_STOP=code`` exit code on STOP.
+up in the first life; ``PLAIN_STOP=code`` exit code on STOP; ``PLAIN_INLINE=life[,life]`` lives that do not take the
+bytes of large writes from the shared memory.
 """
 
 from __future__ import annotations
@@ -60,6 +61,9 @@ class Plain(pyfuse3.Operations):
     def __init__(self, supervisor: Supervisor | None) -> None:
         super().__init__()
         self.supervisor = supervisor
+        inline = os.environ.get("PLAIN_INLINE", "").split(",")
+        shares = supervisor is not None and str(supervisor.state.life) not in inline
+        self.payloads = supervisor.share_payloads() if supervisor is not None and shares else None
         self.paths = {pyfuse3.ROOT_INODE: ROOT}
         self.fds: dict[int, int] = {}
         self.open_nodes: dict[int, int] = {}
@@ -298,7 +302,8 @@ class Plain(pyfuse3.Operations):
     async def read(self, fh, offset, size):
         return os.pread(self.fd(fh), size, offset)
 
-    async def write(self, fh, offset, data):
+    async def write(self, fh, offset, buf):
+        data = buf if self.payloads is None else self.payloads.of(buf)
         if len(data) and DIE:
             size = os.pwrite(self.fd(fh), data, offset)
             self.applied("write", (offset, size))

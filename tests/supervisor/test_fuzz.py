@@ -18,7 +18,7 @@ from cachexfs.supervisor import passthrough, wire
 from cachexfs.supervisor.control import Control
 from cachexfs.supervisor.messages import Call, Message
 from cachexfs.supervisor.passthrough import Backings
-from cachexfs.supervisor.pending import BUFFER_BYTES
+from cachexfs.supervisor.payloads import SLOT_BYTES
 from cachexfs.supervisor.pump import Pump
 from cachexfs.supervisor.session import Session
 
@@ -34,6 +34,7 @@ class Deaf:
 
     def daemon_ready(self) -> None: ...
     def daemon_alive(self) -> None: ...
+    def daemon_shares(self) -> None: ...
     def daemon_stopping(self, code: int) -> None: ...
     def daemon_draining(self) -> None: ...
 
@@ -169,8 +170,8 @@ def test_whatever_a_daemon_says_the_books_are_right(world: World) -> None:
     for _ in range(STEPS):
         world.step()
     pending = world.pump.pending
-    held = sum(len(r) if isinstance(r, bytes) else BUFFER_BYTES for r in pending._requests.values())
-    assert held == pending._bytes
+    held = sum(len(request) for request in pending._requests.values())
+    assert held + SLOT_BYTES * len(pending._payloads) == pending._bytes
     assert set(pending._ids) <= set(pending)
     for fh, known in world.backings._by_fh.items():
         assert fh in world.backings._files[known.file].fhs

@@ -147,6 +147,9 @@ class Heard:
     def daemon_alive(self) -> None:
         self.said.append("alive")
 
+    def daemon_shares(self) -> None:
+        self.said.append("shares")
+
     def daemon_stopping(self, code: int) -> None:
         self.said.append(f"stopping {code}")
 
