@@ -24,6 +24,7 @@ import msgspec
 import trio
 
 from cachexfs import fuse_mount, succession, tmpfs
+from cachexfs.adapters.awake import AwakeClock
 from cachexfs.adapters.catalogue_builtin import BuiltinCatalogue
 from cachexfs.adapters.catalogue_etcd import EtcdCatalogue
 from cachexfs.adapters.clock import ReferenceClock
@@ -399,7 +400,7 @@ def main() -> int:
     signal.signal(signal.SIGTERM, _interrupt)
     try:
         daemon = Daemon(options, answer)
-        return trio.run(daemon.run)
+        return trio.run(daemon.run, clock=AwakeClock())
     except SystemExit:
         raise  # a process that was started ahead, and its mount has ended
     except BaseException as group:
