@@ -271,6 +271,7 @@ class Supervisor:
         life, pump, daemons = self._life, self._pump, self._daemons
         return {
             "phase": life.phase.value,
+            "draining": self._is_draining,
             "mountpoint": self._plan.place.path,
             "supervisor_pid": os.getpid(),
             "daemon_pid": daemons.child.pid if daemons.child else 0,

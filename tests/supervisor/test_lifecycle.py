@@ -7,7 +7,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -106,10 +106,14 @@ def test_a_daemon_that_never_gets_ready_is_given_up(mount: Mount) -> None:
 
 
 def test_who_waits_for_the_first_daemon_gets_eio(mount: Mount) -> None:
-    mount.start("--max-restarts", "0", "--start-timeout", "1", daemon=("sleep", "60"))
-    wait_until(lambda: is_mounted(mount.point), "mounted")
-    with pytest.raises(OSError, match=os.strerror(errno.EIO)) as caught:
-        os.listdir(mount.point)
+    mount.start("--max-restarts", "0", daemon=("sleep", "600"))
+    wait_until(lambda: is_mounted(mount.point) and mount.phase() == "starting", "mounted")
+    with ThreadPoolExecutor() as pool:
+        answer = pool.submit(os.listdir, mount.point)
+        wait_until(lambda: mount.status()["requests_pending"] != 0, "a request waits")
+        mount.kill_daemon()
+        with pytest.raises(OSError, match=os.strerror(errno.EIO)) as caught:
+            answer.result(START_S_MAX)
     assert caught.value.errno == errno.EIO
     assert mount.wait() == EXIT_CANNOT_TELL
 
@@ -157,7 +161,7 @@ def test_a_daemon_that_hangs_is_replaced(mount: Mount) -> None:
     mount.up("--request-timeout", "1")
     os.kill(mount.daemon_pid(), signal.SIGSTOP)
     assert os.listdir(mount.point) == []
-    assert mount.status()["restarts"] == 1
+    assert mount.status()["restarts"] != 0
     assert "hangs" in mount.said()
     assert mount.umount() == 0
 
@@ -194,17 +198,28 @@ def test_a_daemon_that_does_not_retire_is_killed(mount: Mount) -> None:
     assert mount.umount() == 0
 
 
+Catch = Callable[[Callable[[int], bool]], None]
+
+
 @contextmanager
-def hanging(tmp_path: Path) -> Iterator[tuple[Path, int]]:
-    """A mount that nobody serves, and its device: who looks into it, once that is read, listens to no signal."""
+def hanging(tmp_path: Path) -> Iterator[tuple[Path, Catch]]:
+    """A mount that nobody serves: who looks into it, once its request is read, listens to no signal.
+
+    Yields the mount and what reads requests until one comes from a process that is meant: others look around, too.
+    """
     trap = tmp_path / "trap"
     trap.mkdir()
     place = Place.find(str(trap), only_roots=False)
     device = raw_mount(place, "trap", is_shared=True, uid=0, gid=0)
     os.set_blocking(device, True)
+
+    def catch(is_meant: Callable[[int], bool]) -> None:
+        while not is_meant(wire.u32(os.read(device, 1 << 20), wire.IN_PID_OFFSET)):
+            pass
+
     try:
         os.write(device, minimal_init_reply(os.read(device, 1 << 20)))
-        yield trap, device
+        yield trap, catch
     finally:
         os.close(device)
         unmount(place, is_lazy=True)
@@ -212,12 +227,12 @@ def hanging(tmp_path: Path) -> Iterator[tuple[Path, int]]:
 
 def test_a_daemon_that_hangs_in_the_kernel_is_left_to_it(mount: Mount, tmp_path: Path) -> None:
     """A second mount that nobody serves makes the daemon hang in stat: not even SIGKILL ends it."""
-    with hanging(tmp_path) as (trap, device):
+    with hanging(tmp_path) as (trap, catch):
         mount.up("--exit-timeout", "0.5", "--request-timeout", "1", hang=str(trap / "x"))
         pid = mount.daemon_pid()
         with ThreadPoolExecutor() as pool:
             answer = pool.submit(os.path.exists, mount.point / "hang")
-            os.read(device, 1 << 20)  # taken and never answered: the kernel now waits without listening to signals
+            catch(pid.__eq__)  # taken and never answered: the kernel now waits without listening to signals
             assert answer.result(START_S_MAX) is False
         assert mount.daemon_pid() != pid
         assert "does not die" in mount.said()
@@ -229,14 +244,13 @@ def test_a_daemon_that_hangs_in_the_kernel_is_left_to_it(mount: Mount, tmp_path:
 
 def test_a_standby_that_hangs_in_the_kernel_is_not_waited_for(mount: Mount, tmp_path: Path) -> None:
     """The installation lies on a filesystem that has just gone away."""
-    with hanging(tmp_path) as (trap, device):
+    with hanging(tmp_path) as (trap, catch):
         code = f"import os, runpy; 'CACHEXFS_STANDBY_FD' in os.environ and os.stat('{trap}/x')\n"
         code += f"runpy.run_path('{DAEMON}', run_name='__main__')"
-        mount.start("--standby", "--standby-after", "0.1", "--start-timeout", "2", daemon=(sys.executable, "-c", code))
+        mount.start("--standby", "--standby-after", "0.1", "--start-timeout", "4", daemon=(sys.executable, "-c", code))
         wait_until(lambda: mount.phase() == "serving", "the mount serves")
         wait_until(lambda: mount.status()["standby_pid"] != 0, "a standby")
-        while wire.u32(os.read(device, 1 << 20), wire.IN_PID_OFFSET) != mount.status()["standby_pid"]:
-            pass  # somebody else looks around in /tmp
+        catch(lambda pid: pid == mount.status()["standby_pid"])
         # Taken and never answered: the standby does not listen to signals any more.
         assert mount.ask("restart") == {"said": "restarting"}
         (mount.point / "f").write_bytes(b"x")
@@ -246,10 +260,10 @@ def test_a_standby_that_hangs_in_the_kernel_is_not_waited_for(mount: Mount, tmp_
 
 
 def test_an_installation_on_a_filesystem_that_hangs_does_not_hold_the_mount(mount: Mount, tmp_path: Path) -> None:
-    with hanging(tmp_path) as (trap, device):
-        mount.up("--standby", "--start-timeout", "2")
+    with hanging(tmp_path) as (trap, catch):
+        mount.up("--standby", "--start-timeout", "4")
         assert mount.ask(f"restart {trap}/bin/python") == {"said": "restarting"}
-        os.read(device, 1 << 20)  # the way to the program is asked for, and nobody answers
+        catch(lambda pid: pid == mount.status()["standby_pid"])  # for the way to the program, and nobody answers
         (mount.point / "f").write_bytes(b"x")
         wait_until(lambda: "not taken" in str(mount.status()["last_failure"]), "the upgrade is given up")
         assert (mount.point / "f").read_bytes() == b"x"
@@ -454,12 +468,13 @@ def test_daemons_that_are_killed_before_they_serve_are_not_given_up(mount: Mount
 
 @pytest.mark.parametrize("how", ["drained", "stopped", "killed"])
 def test_a_daemon_drains_without_its_mount_for_as_long_as_it_takes(mount: Mount, how: str) -> None:
-    mount.up("--exit-timeout", "0.2", drain="1")
+    mount.up("--exit-timeout", "2", drain="1")
     mount.take_away()
-    wait_until(lambda: mount.phase() == "ended", "the mount has ended")
-    time.sleep(0.6)  # three times what an exit may take
+    wait_until(lambda: mount.status()["draining"] is True, "the mount has ended, and the daemon drains")
     assert mount.phase() == "ended"
     if how == "drained":
+        time.sleep(2.5)  # more than an exit may take
+        assert mount.phase() == "ended"
         Path(f"{mount.root}.drained").touch()
     elif how == "stopped":
         mount.ask("stop")
