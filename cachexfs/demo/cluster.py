@@ -30,9 +30,9 @@ from cachexfs.demo.netns import NodeNetwork
 from cachexfs.errors import CacheXError
 from cachexfs.mountpoint import unprotect
 
-MOUNT_TIMEOUT_S = 90.0
-UMOUNT_TIMEOUT_S = 120.0
-KILL_TIMEOUT_S = 10.0
+MOUNT_TIMEOUT_S = 150.0  # both longer than a survivor waits for what a lost node had begun (``owners.FENCE_S``)
+UMOUNT_TIMEOUT_S = 150.0
+KILL_TIMEOUT_S = 60.0  # a loaded machine takes a while
 POLL_S = 0.02
 PORT_FIRST = 10_000
 PORT_LAST = 30_000  # below the ports that the kernel gives to clients

@@ -18,5 +18,5 @@ from chaos_run import Plan, run
 def test_a_ride(what: str, plan: Plan) -> None:
     """kill -9 and restarts under savers and random operations: no error, no wrong byte, no broken claim."""
     chaos = run(plan, what)
-    assert chaos.wrong == []
+    assert not chaos.wrong, "\n".join([f"{what} {plan}: {chaos.counts}", *chaos.wrong])
     assert chaos.counts.kills or chaos.counts.restarts

@@ -16,7 +16,7 @@ from cachexfs.config import MountOptions
 from cachexfs.errors import UsageError
 
 HELPER = Path(__file__).parents[2] / "mount_helpers" / "mount.cachexfs"
-TIMEOUT_S = 60
+TIMEOUT_S = 150
 
 
 def command(*arguments: object, **environ: str) -> subprocess.CompletedProcess[str]:

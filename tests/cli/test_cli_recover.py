@@ -29,7 +29,7 @@ def test_a_hung_pfs_is_told_and_not_waited_for(
     monkeypatch.setattr(recover, "SILENCE_S", 2.0)
     assert run(["recover", "--to", str(tmp_path)]) == EXIT_CANNOT_TELL
     assert "does the PFS hang?" in capsys.readouterr().err
-    deadline_s = time.monotonic() + 20
+    deadline_s = time.monotonic() + 100
     while os.path.exists(f"/proc/{pid.read_text().strip()}"):
         assert time.monotonic() < deadline_s, "the hung process was left running"
         time.sleep(0.05)

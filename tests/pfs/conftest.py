@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from pfs_support import FaultMount
 
-MOUNT_WAIT_S = 20.0
+MOUNT_WAIT_S = 100.0
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ from twin import same_tree
 from cachexfs.demo.cluster import LocalCluster
 
 BIG = 3 << 20
-WAIT_S = 60.0
+WAIT_S = 100.0
 LIBC = ctypes.CDLL(None, use_errno=True)
 LIBC.mmap.restype = ctypes.c_void_p
 

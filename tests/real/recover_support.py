@@ -13,7 +13,7 @@ from real_support import Template, until
 from cachexfs.demo.cluster import Ended, LocalCluster
 from cachexfs.demo.control import xattr
 
-TIMEOUT_S = 120
+TIMEOUT_S = 150
 
 
 def recover(cluster: LocalCluster, index: int, *arguments: object, to: Path | None = None) -> Ended:

@@ -216,7 +216,7 @@ def test_shards_without_a_commit_file_are_waited_for_and_never_offered(
     assert ".metadata" in explained.out
     assert "wait for the writer" in explained.out
     templates[0].commit(step, sync=False)
-    assert alone.run(0, "wait", str(step), "--at", "pfs", "--timeout", "30").code == 0
+    assert alone.run(0, "wait", str(step), "--at", "pfs", "--timeout", "100").code == 0
 
 
 def test_a_checkpoint_that_is_marked_as_unfinished_does_not_count(

@@ -100,7 +100,7 @@ def test_every_command_shows_them_and_prints_one_object_or_clean_lines(
     relative = os.path.relpath(directory, alone.nodes[0].mountpoint)
     asked = {
         "status": ["status", str(directory)], "explain": ["explain", str(directory)],
-        "wait": ["wait", str(directory), "--at", "pfs", "--timeout", "20"], "latest": ["latest", str(mount)],
+        "wait": ["wait", str(directory), "--at", "pfs", "--timeout", "100"], "latest": ["latest", str(mount)],
         "drill": ["drill", str(directory)],
     }  # fmt: skip
     for what, arguments in asked.items():

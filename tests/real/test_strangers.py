@@ -16,7 +16,7 @@ from cachexfs.demo.cluster import LocalCluster
 from cachexfs.demo.control import xattr
 
 CONNECTIONS = 200
-ANSWER_TIMEOUT_S = 5.0
+ANSWER_TIMEOUT_S = 100.0
 FLOOD_BYTES = 8 << 20
 KIB = 1 << 10
 

@@ -15,7 +15,7 @@ HERE = Path(__file__).parent
 HELPERS = HERE.parents[1] / "mount_helpers" / "slurm"
 COMMAND = HERE.parents[1] / ".venv" / "bin" / "cachexfs"
 PFS_BYTES = 8 << 20
-DEADLINE_S = 90
+DEADLINE_S = 150
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="slurmd and network namespaces need root")
 
