@@ -84,7 +84,7 @@ class Files:
         """The vnode of a file if this node has one, its changes counted."""
         vnode = self._current.get(fid)
         if vnode is not None:
-            self.passing.refresh(vnode)
+            self.passing.refresh(vnode, stamp=False)
         return vnode
 
     def open_vnodes(self) -> list[Vnode]:
@@ -281,7 +281,7 @@ class Files:
             return None
         vnode.stage = self.source.new_stage(vnode.fid, vnode.content.gen + 1)
         vnode.fd = staging.create(vnode.stage)
-        vnode.seen = mark(vnode.fd)
+        vnode.seen, vnode.unstamped = mark(vnode.fd), False
         return vnode.fd
 
     def _leave_copy(self, vnode: Vnode) -> None:

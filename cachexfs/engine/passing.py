@@ -29,11 +29,14 @@ log = logging.getLogger(__name__)
 
 MAP_LOOK_FIRST_S, MAP_LOOK_MAX_S = 0.001, 0.5
 WATCH_INTERVAL_S = 0.05
-WATCH_GROWING_S = 0.01  # while files grow: the room that is kept ahead of them is what they do between some looks
+WATCH_GROWING_S = 0.01  # while files grow and room is short: what is kept ahead of them is what they do in some looks
+STEPS_MAX = round(WATCH_INTERVAL_S / WATCH_GROWING_S)
 SETTLE_S = 0.25
 TELL_AGAIN_S = 5.0
 ROOM_BYTES_MIN = 256 << 20  # what a passed writer may write between two looks, with something to spare
+AMPLE_NEEDS = 2  # with so many times the room that is kept ahead, the looks of idle files are enough
 READY_BYTES_MAX = 512 << 20
+READY_FIRST_BYTES = 32 << 20  # before an open is answered; the rest comes in pieces, between requests
 
 
 def look(fd: int) -> tuple[int, int]:
@@ -89,7 +92,8 @@ class Passing:
         self._mapped: dict[Handle, None] = {}
         self._mapped_more = trio.Event()
         self._begun = trio.Event()
-        self._step_bytes = 0  # the most that all have grown by between two looks, of late
+        self._step_bytes = 0  # the most that all have grown by in WATCH_GROWING_S, of late
+        self._looked_s = 0.0
         self._usual_bytes = 0  # how long the last one was: checkpoint files come in equal sizes
 
     def begin(self, handle: Handle) -> None:
@@ -101,6 +105,7 @@ class Passing:
             if not vnode.passed and not vnode.dirty:
                 seen, content = look(vnode.fd), vnode.content
                 vnode.seen = seen if seen == (content.size, content.stamp_ns) else mark(vnode.fd)
+                vnode.unstamped = False
             handle.passed = True
             vnode.passed += 1
             vnode.mappable = vnode.mappable or handle.mappable
@@ -109,7 +114,7 @@ class Passing:
             self.vnodes.add(vnode)
             self._begun.set()
             self.node.foreground.busy(2 * WATCH_INTERVAL_S)
-            self._get_ready()
+            self.node.staging.make_ready(min(self._ready_bytes(), READY_FIRST_BYTES))
 
     def end(self, handle: Handle) -> None:
         """A handle was released."""
@@ -138,24 +143,28 @@ class Passing:
         What is on the PFS leaves memory for that only where half of ``memory`` stays to it: a small staging keeps
         what it has, and the file is written by the handler, which asks for what it takes.
         """
-        need, staging = max(ROOM_BYTES_MIN, 3 * self._step_bytes), self.node.staging
+        need, staging = self._need_bytes(), self.node.staging
         has = staging.used_bytes + need <= staging.limit_bytes
         has = has or (2 * need <= staging.limit_bytes and self.source.make_room(need))
         return has and staging.free_bytes(need) >= need
 
     async def ask_room(self) -> None:
         """Before a new file: have the PFS asked about what would leave memory for it, for a moment at most."""
-        need, staging = max(ROOM_BYTES_MIN, 3 * self._step_bytes), self.node.staging
+        need, staging = self._need_bytes(), self.node.staging
         if staging.used_bytes + need > staging.limit_bytes >= 2 * need:
             await self.source.ask_room(need)
 
-    def refresh(self, vnode: Vnode) -> None:
-        """Count changes that the kernel has made to the staging file of a passed handle."""
+    def refresh(self, vnode: Vnode, *, stamp: bool = True) -> None:
+        """Count changes that the kernel has made to the staging file of a passed handle.
+
+        ``stamp``: every write from now on will count. Without it one that follows at once may count only at the next
+        call that stamps; but a stamp waits for the ``write(2)`` that is under way, and our loop with it.
+        """
         if not vnode.passed or vnode.fd < 0:
             return
         seen = look(vnode.fd)
-        if seen != vnode.seen:
-            vnode.seen = mark(vnode.fd)
+        if seen != vnode.seen or (stamp and vnode.unstamped):
+            vnode.seen, vnode.unstamped = mark(vnode.fd) if stamp else seen, not stamp
             inode = self.node.catalogue.view.inode(vnode.fid)
             shown_ns = vnode.mtime_ns if vnode.dirty or inode is None else inode.mtime_ns
             vnode.version += 1
@@ -228,34 +237,53 @@ class Passing:
 
     async def _watch(self, nursery: trio.Nursery) -> None:
         grown: list[Vnode] = []
+        is_ample = False
         while True:
-            with trio.move_on_after(0.0 if grown else WATCH_INTERVAL_S):
+            pause_s = 0.0 if grown and not is_ample else WATCH_INTERVAL_S - WATCH_GROWING_S
+            with trio.move_on_after(pause_s):
                 await self._begun.wait()
-            self._begun = trio.Event()
+            if self._begun.is_set():
+                self._begun = trio.Event()
+                await self._get_ready()
             await trio.sleep(WATCH_GROWING_S)
-            before_bytes = self.node.staging.used_bytes
-            grown = []
-            for vnode in self.vnodes:
-                version = vnode.version
-                self.refresh(vnode)
-                if vnode.version != version:
-                    grown.append(vnode)
-                if self._is_untold(vnode):  # whoever has noticed it
-                    vnode.told = vnode.content.gen
-                    nursery.start_soon(self._tell, vnode)
+            grown = self._look(nursery)
             if not grown:
                 continue
             self.node.foreground.busy(2 * WATCH_INTERVAL_S)
-            step_bytes = self.node.staging.used_bytes - before_bytes
-            self._step_bytes = max(step_bytes, self._step_bytes * 7 // 8)
-            need = max(ROOM_BYTES_MIN, 3 * self._step_bytes)
-            self.node.staging.free_bytes(need)
-            self._get_ready()
+            need, staging = self._need_bytes(), self.node.staging
+            free = min(staging.free_bytes(AMPLE_NEEDS * need), staging.limit_bytes - staging.used_bytes)
+            is_ample = free >= AMPLE_NEEDS * need
             if not self.source.make_room(need):
                 self.source.spill_soon(need)
             for vnode in grown:
                 if not vnode.removed:
                     self.source.grown(vnode)
+            await self._get_ready()
+
+    def _look(self, nursery: trio.Nursery) -> list[Vnode]:
+        """Which files have grown since the last look, and how fast they do."""
+        before_bytes, now_s = self.node.staging.used_bytes, trio.current_time()
+        grown = []
+        for vnode in self.vnodes:
+            version = vnode.version
+            self.refresh(vnode, stamp=False)
+            if vnode.version != version:
+                grown.append(vnode)
+            if self._is_untold(vnode):  # whoever has noticed it
+                vnode.told = vnode.content.gen
+                nursery.start_soon(self._tell, vnode)
+        steps = max(1.0, (now_s - self._looked_s) / WATCH_GROWING_S)
+        self._looked_s = now_s
+        if grown:
+            step_bytes = int(
+                (self.node.staging.used_bytes - before_bytes) / min(steps, WATCH_INTERVAL_S / WATCH_GROWING_S)
+            )
+            self._step_bytes = max(step_bytes, self._step_bytes * 7 // 8)
+        return grown
+
+    def _need_bytes(self) -> int:
+        """The room that is kept ahead of growing files."""
+        return max(ROOM_BYTES_MIN, 3 * self._step_bytes)
 
     def _is_untold(self, vnode: Vnode) -> bool:
         """Whether bytes of a published content are being changed in place, and it is claimed as if they were not."""
@@ -278,10 +306,14 @@ class Passing:
             await trio.sleep(TELL_AGAIN_S)
             vnode.told = -1
 
-    def _get_ready(self) -> None:
-        """Free the spare memory that the writers will take until the next look."""
-        usual, step = self._usual_bytes, self._step_bytes
+    async def _get_ready(self) -> None:
+        """Free the spare memory that writers will take until the next look, in pieces: others are served between."""
+        length = self._ready_bytes()
+        for ready in range(READY_FIRST_BYTES, length + READY_FIRST_BYTES, READY_FIRST_BYTES):
+            self.node.staging.make_ready(min(ready, length))
+            await trio.lowlevel.checkpoint()
+
+    def _ready_bytes(self) -> int:
+        usual, steps = self._usual_bytes, self._step_bytes * STEPS_MAX
         sizes = [vnode.seen[0] for vnode in self.vnodes]
-        length = sum(usual - size if size < usual else min(step, size) for size in sizes)
-        if length > 0:
-            self.node.staging.make_ready(min(length, READY_BYTES_MAX))
+        return min(sum(usual - size if size < usual else min(steps, size) for size in sizes), READY_BYTES_MAX)

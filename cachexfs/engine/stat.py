@@ -48,7 +48,7 @@ class Stat:
         """Of a file with a name, as ``vnode`` has it where this node has it open or changed."""
         view = self.node.catalogue.view
         if vnode is not None:
-            self.files.passing.refresh(vnode)
+            self.files.passing.refresh(vnode, stamp=False)
         if inode.kind == "d":
             times = view.dir_times(fid)
             mtime_ns = times.mtime_ns if times else inode.mtime_ns

@@ -52,6 +52,7 @@ class Vnode:
     awaited: bool = False  # taken over from a dead daemon, for whose passed handles the kernel has changed ``fd``
     told: int = -1  # the generation of which the catalogue knows that ``fd`` is being changed in place
     seen: tuple[int, int] = (0, 0)  # size and mtime of ``fd`` when its changes were last counted
+    unstamped: bool = False  # a change since then may not show in them
     synced: Synced | None = None
     measured: bool = False  # an fsync of them has told how long it took
     route: str = ""  # of the bytes that are not published yet; "": that of the published generation

@@ -89,7 +89,7 @@ class Writing:
         vnode.mtime_ns = self.node.clock.now_ns()
         self.node.staging.recount(vnode.stage, vnode.fd)
         if vnode.passed:
-            vnode.seen = mark(vnode.fd)
+            vnode.seen, vnode.unstamped = mark(vnode.fd), False
         if not vnode.removed:
             self.source.grown(vnode)
 

@@ -56,7 +56,7 @@ def _parser() -> argparse.ArgumentParser:
         help="largest read or write request; a message needs that much contiguous kernel memory",
     )
     parser.add_argument(
-        "--spin-us", type=float, default=_SPIN_US, help="poll this long after a message before sleeping"
+        "--spin-us", type=float, default=_SPIN_US, help="poll this long after a READ or WRITE before sleeping"
     )
     for name, value, text in (
         ("start", defaults.start_s, "until a daemon is ready"),

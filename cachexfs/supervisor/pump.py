@@ -31,6 +31,7 @@ _REPLY_BYTES = 2 << 20
 #: Replies that are taken from a dead daemon: more than its socket holds.
 _LAST_REPLIES_MAX = 1 << 16
 _AGAIN = (errno.EAGAIN, errno.EINTR, errno.ENOENT)
+_STREAMED = (wire.READ, wire.WRITE)
 _FILE_OPENS = (wire.OPEN, wire.CREATE, wire.TMPFILE)
 #: The kernel asks for it before every buffered or passed-through write. The mount is nosuid and no daemon keeps
 #: file capabilities, so the answer is always the same.
@@ -68,6 +69,7 @@ class Pump:
         self._outgoing: deque[bytes | int] = deque()  # a message, or the number of a large WRITE
         self._head = bytearray(wire.WRITE_HEAD_BYTES)
         self._slot: int | None = None  # where the bytes of the next request go
+        self._is_streaming = False  # the last request was one of many: sleeping in between would cost more than it
         self._reply_view = memoryview(_reply_buffer())
         self._spin_s = spin_s
         self._device_mask = 0
@@ -115,7 +117,7 @@ class Pump:
             if at >= until:
                 return []
             if events:
-                wait_s = 0.0 if spin_s else until - at
+                wait_s = 0.0 if spin_s and self._is_streaming else until - at
                 spin_until = at + spin_s
             elif at >= spin_until:
                 wait_s = until - at
@@ -199,6 +201,7 @@ class Pump:
             return
         _, opcode, unique = wire.IN_HEAD.unpack_from(head)
         length = size - wire.WRITE_HEAD_BYTES
+        self._is_streaming = opcode in _STREAMED
         if self.is_failing:
             self._fail(opcode, unique, bytes(head))
             return
