@@ -12,12 +12,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from real_support import until
+from real_support import WAIT_TIMEOUT_S, until
 
 from cachexfs.demo.cluster import LocalCluster
 from cachexfs.demo.control import xattr
 
-PATIENCE_S = 20.0
+PATIENCE_S = 100.0  # what waits for servers that stand still waits for ever
 MIB = 1 << 20
 
 
@@ -56,7 +56,7 @@ def promptly(what: str, function: Callable[[], Any], timeout_s: float = PATIENCE
     return results[0]
 
 
-def until_drained(cluster: LocalCluster, path: Path, timeout_s: float = 60.0) -> None:
+def until_drained(cluster: LocalCluster, path: Path, timeout_s: float = WAIT_TIMEOUT_S) -> None:
     """Wait until a path, and all below it, is on the PFS."""
     until(f"{path} on the PFS, now {xattr(path, 'stage')}: {xattr(path, 'error')}",
           lambda: xattr(path, "stage") == "pfs", timeout_s)  # fmt: skip

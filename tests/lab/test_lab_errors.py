@@ -133,7 +133,7 @@ def test_a_directory_that_was_taken_away_is_not_made_again(
     (mount / "before").unlink()
     until("the error is shown", lambda: "ESTALE" in (xattr(mount / "f", "error") or ""))
     cluster.kill_daemon(0)
-    promptly("mount", lambda: cluster.remount(0), 60)
+    promptly("mount", lambda: cluster.remount(0))
     assert (mount / "f").read_bytes() == DATA
     if replaced:
         assert os.listdir(pfs) == ["strange"]

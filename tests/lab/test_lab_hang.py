@@ -52,16 +52,16 @@ def test_a_hung_pfs_stops_nothing_but_the_drain(
 
     promptly("the mount", work)
     if filesystem == "moose":  # a deadline has to pass first
-        promptly("status", lambda: until("the PFS counts as hung", lambda: cluster.status(0).pfs_state == "hung"), 90)
+        promptly("status", lambda: until("the PFS counts as hung", lambda: cluster.status(0).pfs_state == "hung"))
         assert cluster.status(0).pfs_error
         assert cluster.run(0, "status", str(mount)).code == EXIT_NOT_DURABLE
-    ended = promptly("umount", lambda: cluster.run(0, "umount", str(mount), "--timeout", "2"), 60)
+    ended = promptly("umount", lambda: cluster.run(0, "umount", str(mount), "--timeout", "2"))
     assert ended.code == EXIT_NOT_DURABLE
     assert "d/f2" in ended.err
-    promptly("mount", lambda: cluster.remount(0), 60)
+    promptly("mount", lambda: cluster.remount(0))
     assert promptly("reading", lambda: (mount / "d/sub/renamed").read_bytes()) == DATA
     cluster.kill_daemon(0)  # although children of it hang
-    promptly("the mount after a kill", lambda: cluster.remount(0), 60)
+    promptly("the mount after a kill", lambda: cluster.remount(0))
     promptly("the mount once more", lambda: write_file(mount / "d/late", DATA))
     for server in servers(shared):
         server.go_on()
@@ -78,7 +78,7 @@ def test_a_first_mount_of_a_hung_pfs_says_so(
 ) -> None:
     cluster = make_cluster(1, mounted=False, pfs=[small.mounts[0] / place])
     small.bricks[0].pause()
-    ended = promptly("mount", lambda: cluster.run(0, *cluster.mount_arguments(0)), 90)
+    ended = promptly("mount", lambda: cluster.run(0, *cluster.mount_arguments(0)))
     assert ended.code == EXIT_CANNOT_TELL
     assert "has not answered" in ended.err
     small.bricks[0].go_on()
@@ -91,7 +91,7 @@ def test_one_of_three_servers_may_hang(strict: Gluster, make_cluster: Callable[.
     mount = cluster.nodes[0].mountpoint
     write_file(mount / "before", DATA)
     strict.bricks[1].pause()
-    promptly("the mount", lambda: write_file(mount / "f", DATA), 60)
+    promptly("the mount", lambda: write_file(mount / "f", DATA))
     until_drained(cluster, mount)
     strict.bricks[1].go_on()
     cluster.umount()

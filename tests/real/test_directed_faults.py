@@ -173,6 +173,7 @@ def test_latest_cannot_tell_while_the_pfs_is_away(
     until_stage(mount / "step-1", "pfs")
     assert cluster.run(0, "latest", str(mount), "--at", "pfs").out == f"{mount / 'step-1'}\n"
     with pfs_away(cluster):
+        (mount / "other").touch()  # its drain sees at once what would be looked for every ten seconds
         until("the PFS is seen to be away", lambda: cluster.status(0).pfs_state != "ok")
         assert cluster.run(0, "latest", str(mount), "--at", "pfs").code == 4
         assert cluster.run(0, "latest", str(mount)).out == f"{mount / 'step-1'}\n"

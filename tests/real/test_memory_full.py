@@ -253,6 +253,7 @@ def test_nothing_is_evicted_to_a_pfs_that_is_away_while_nvme_has_room(small: Loc
     for name in sums:
         until_stage(mount / name, "pfs")
     with pfs_away(small):
+        (mount / "other").touch()  # its drain sees at once what would be looked for every ten seconds
         until("the PFS is seen to be away", lambda: small.status(0).pfs_state != "ok")
         sums["more"] = put(mount / "more", size, 9)
         sums["again"] = put(mount / "again", size, 10)
