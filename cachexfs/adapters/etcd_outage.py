@@ -6,6 +6,7 @@ the watch does not deliver what they speak of. Concurrency: trio thread, no awai
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import trio
@@ -20,6 +21,7 @@ class Outage:
         self.limit_s = limit_s
         self.why = "no answer yet"
         self._on_limit = on_limit
+        self._answered_s = -math.inf
         self._failing_since_s: float | None = None
         self._stalled_since_s: float | None = None
 
@@ -36,13 +38,14 @@ class Outage:
 
     def answered(self) -> None:
         """A majority has answered."""
+        self._answered_s = trio.current_time()
         self._failing_since_s = None
 
     def failed(self, began_s: float, error: Exception) -> None:
-        """An exchange that began at ``began_s`` has failed."""
+        """An exchange that began at ``began_s`` has failed; another one may have been answered meanwhile."""
         self.why = str(error)
         if self._failing_since_s is None:
-            self._failing_since_s = began_s
+            self._failing_since_s = max(began_s, self._answered_s)
         self._check()
 
     def moved(self) -> None:

@@ -22,7 +22,7 @@ from pathlib import Path
 
 PREFIX = "cxl-"
 NET = "10.87.1"
-START_S = 30.0
+START_S = 100.0
 END_S = 10.0
 POLL_S = 0.02
 FS_IOC_SHUTDOWN = 0x8004587D
