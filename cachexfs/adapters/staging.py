@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import fcntl
+import logging
 import os
 import secrets
 import shutil
@@ -19,6 +20,8 @@ from pathlib import Path
 from cachexfs import machine
 from cachexfs.adapters.spare import PIECE_BYTES, Spare
 from cachexfs.errors import UsageError
+
+log = logging.getLogger(__name__)
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
@@ -92,7 +95,7 @@ class Staging:
                 if name.endswith(ORPHAN_SUFFIX):
                     continue
                 if name in self._allocated or name.endswith(".part"):  # died before the move was complete
-                    os.unlink(self._spill / name)
+                    _unlink(self._spill / name)
                 else:
                     self._spilled[name] = 0
                     self.account(name, os.stat(self._spill / name).st_blocks * 512)
@@ -174,7 +177,7 @@ class Staging:
         path = self._path(stage)
         if stage in self._spilled:
             self.spilled_bytes -= self._spilled.pop(stage)
-            path.unlink(missing_ok=True)
+            _unlink(path)
             return
         self.used_bytes -= self._allocated.pop(stage, 0)
         room = self.limit_bytes - self.used_bytes - self._spare.bytes
@@ -275,9 +278,19 @@ class Staging:
         assert self._spill is not None
         part = self._spill / f"{stage}.part"
         if not keep:
-            part.unlink(missing_ok=True)
+            _unlink(part)
             return
+        allocated_bytes = os.stat(part).st_blocks * 512  # what fails may fail now, not between the two files
         os.rename(part, self._spill / stage)
         self.remove(stage)
         self._spilled[stage] = 0
-        self.account(stage, os.stat(self._spill / stage).st_blocks * 512)
+        self.account(stage, allocated_bytes)
+
+
+def _unlink(path: Path) -> None:
+    """Remove a file from NVMe. One that is read-only or fails keeps it: whoever removes a file is not to suffer for
+    that, and the next start on this directory finds that nothing needs it."""
+    try:
+        path.unlink(missing_ok=True)
+    except OSError as error:
+        log.warning("left behind on NVMe: %s: %s", path, error.strerror)

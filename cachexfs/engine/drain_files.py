@@ -101,21 +101,26 @@ class DrainFiles:
         self._made.setdefault(op.fid, {})[op.hidden] = op.gen
         same = content is not None and content.gen == op.gen and content.size == size
         digest = content.digest if same and content is not None and self.node.options.verify else b""
-        before = _file_at(source)
-        await self._pfs.prepare(source, size, op.hidden, attrs, record, STALL_S, digest=digest)
-        while (now := _file_at(source)) != before:  # what was published has moved to a file of its own
-            before = now
-            await self._pfs.prepare(source, size, op.hidden, attrs, record, STALL_S, digest=digest)
+        done = -1
+        while (now := _file_at(source)) != done:  # again where what was published has moved to a file of its own
+            done = now
+            try:
+                await self._pfs.prepare(source, size, op.hidden, attrs, record, STALL_S, digest=digest)
+            except FileNotFoundError:
+                moved = self._source(op, content)[0]  # to NVMe, before it was opened
+                if moved is None or moved == source:
+                    raise
+                source, done = moved, -1
         self._made.setdefault(op.fid, {})[op.hidden] = op.gen  # also if another node has landed that meanwhile
         self.progress.landed_bytes += op.size
 
     async def _is_good(self, op: Op, content: Generation | None, source: str) -> bool:
-        """Whether the bytes of a PUT are what was published; not asked of those that this daemon has written itself.
+        """Whether the bytes of a PUT are what was published; not asked of those in memory that this daemon has written.
 
         Of an earlier content than the current one no other copy is known: damaged, it counts as gone from now on.
         """
         node = self.node
-        if op.stage not in node.unverified and node.staging.has(op.stage):
+        if op.stage not in node.unverified and node.staging.has(op.stage) and not node.staging.is_spilled(op.stage):
             return True
         if content is not None and content.gen <= op.gen:
             return await check_stage(node, op.stage)

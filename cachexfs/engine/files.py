@@ -24,6 +24,7 @@ from cachexfs.engine.interfaces import ContentSource
 from cachexfs.engine.node import Node
 from cachexfs.engine.passing import Passing, look, mark, was_passed
 from cachexfs.engine.publishing import Publishing
+from cachexfs.engine.unpublished import Unpublished
 from cachexfs.engine.vnode import UNWRITABLE, Handle, Vnode, keep_last
 from cachexfs.engine.writing import Writing
 from cachexfs.errors import CacheXError, FsError, quoted
@@ -43,6 +44,7 @@ class Files:
         self.passing = Passing(node, source)
         self.writing = Writing(node, source, self.passing)
         self.publishing = Publishing(node, source, self.passing)
+        self.unpublished = Unpublished(node, source, self.publishing, self._drop_if_idle)
         self.on_orphan_closed: Callable[[str], None] = node.staging.remove
 
     # ---- vnodes
@@ -86,10 +88,6 @@ class Files:
         if vnode is not None:
             self.passing.refresh(vnode, stamp=False)
         return vnode
-
-    def open_vnodes(self) -> list[Vnode]:
-        """Vnodes with handles or unpublished bytes."""
-        return [v for v in self._by_ino.values() if v.handles or v.dirty]
 
     def _bind(self, fid: int, ino: int, generation: Generation) -> Vnode:
         vnode = Vnode(fid, ino, generation)
@@ -249,6 +247,10 @@ class Files:
                 await self.publishing.publish(vnode)
             if handle.passed and not vnode.passed:
                 await self.publishing.complete(vnode)
+        except (CacheXError, OSError) as error:
+            if vnode.dirty and not vnode.writers and not vnode.removed:
+                self.unpublished.add(vnode, error)
+            raise
         finally:
             self.passing.finish(vnode)
             vnode.handles -= 1
@@ -369,8 +371,13 @@ class Files:
             return False
         if self.node.staging.size(content.stage) != content.size:
             return False
-        vnode.fd = self.node.staging.open_file(content.stage, write=True)
-        vnode.stage, vnode.sealed = content.stage, content.size
+        try:
+            vnode.fd, vnode.sealed = self.node.staging.open_file(content.stage, write=True), content.size
+        except OSError as error:
+            if error.errno != errno.EROFS:  # it lies on NVMe, which was remounted when it failed
+                raise
+            vnode.fd, vnode.sealed = self.node.staging.open_file(content.stage), UNWRITABLE
+        vnode.stage = content.stage
         return True
 
     async def publish_all(self) -> list[str]:

@@ -94,7 +94,12 @@ class Filesystem(Names):
         if handle is not None:
             handle.wrote = handle.wrote or vnode.dirty
         elif vnode.dirty:  # no close follows truncate(2), and a writer may be one whose RELEASE is on its way
-            await self.files.publishing.publish(vnode, request)
+            try:
+                await self.files.publishing.publish(vnode, request)
+            except (CacheXError, OSError) as error:
+                if not vnode.writers:
+                    self.files.unpublished.add(vnode, error)
+                raise
         return size != before
 
     # ---- files

@@ -15,6 +15,7 @@ from cachexfs.core.landed import Landed
 from cachexfs.core.records import Copy, Generation
 from cachexfs.core.replica import Applied, Replica
 from cachexfs.core.transaction import Tx
+from cachexfs.errors import FsError
 
 if TYPE_CHECKING:
     from cachexfs.engine.vnode import Vnode
@@ -324,6 +325,18 @@ class ContentSource(Protocol):
 
     def can_spill(self, length: int) -> bool:
         """Whether NVMe would take ``length`` bytes."""
+        ...
+
+    def spill_refused(self, error: OSError) -> FsError:
+        """What a call ends with for which NVMe has not done what it needs."""
+        ...
+
+    async def write_spilled(self, fd: int, data: bytes, offset: int) -> int:
+        """Write to a file that lies on NVMe. Raises ``FsError`` (ENOSPC, EIO)."""
+        ...
+
+    async def sync_spilled(self, fd: int) -> None:
+        """Return when NVMe has the bytes of a file. Raises ``FsError`` (ENOSPC, EIO)."""
         ...
 
 

@@ -20,6 +20,7 @@ from cachexfs.engine.interfaces import FormatReader
 from cachexfs.engine.losses import Losses
 from cachexfs.engine.node import Node
 from cachexfs.engine.pfs_import import Importer
+from cachexfs.engine.reclaim import Reclaim
 from cachexfs.engine.recover import Takeover
 from cachexfs.engine.replicate import Replicator
 from cachexfs.engine.source import Source
@@ -42,6 +43,7 @@ class Parts:
     losses: Losses
     takeover: Takeover
     denied: Denied
+    reclaim: Reclaim
 
 
 def assemble(node: Node, formats: FormatReader | None = None) -> Parts:
@@ -55,7 +57,7 @@ def assemble(node: Node, formats: FormatReader | None = None) -> Parts:
     keeper = Keeper(node, files, source.copies)
     completeness = Completeness(node, files, source, formats)
     claims, losses, takeover = Claims(node, completeness, drainer), Losses(node, completeness), Takeover(node)
-    denied = Denied(node, source)
+    denied, reclaim = Denied(node, source), Reclaim(node)
     source.keeper, source.replicator = keeper, replicator
     keeper.fills = source.fills
     keeper.on_pressure = claims.pressed
@@ -64,11 +66,11 @@ def assemble(node: Node, formats: FormatReader | None = None) -> Parts:
     files.publishing.on_released = drainer.released
     files.on_orphan_closed = keeper.check
     node.requests.is_held = files.is_held
-    for part in (keeper, replicator, drainer, claims, losses, takeover, denied):
+    for part in (keeper, replicator, drainer, claims, losses, takeover, denied, reclaim):
         node.catalogue.listen(part.notice)
     return Parts(
         node, files, source, replicator, drainer, keeper, Importer(node, source), completeness,
-        Attributes(node, files, completeness), claims, losses, takeover, denied,
+        Attributes(node, files, completeness), claims, losses, takeover, denied, reclaim,
     )  # fmt: skip
 
 
@@ -78,3 +80,4 @@ def load(parts: Parts) -> None:
     parts.claims.load()
     parts.losses.load()
     parts.denied.load()
+    parts.reclaim.load()

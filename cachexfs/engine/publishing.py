@@ -71,7 +71,7 @@ class Publishing:
             return
         if self.node.staging.is_spilled(vnode.stage):
             async with vnode.change_lock:  # a write may be under way
-                pass
+                await self.source.sync_spilled(vnode.fd)
         version, size = vnode.version, os.fstat(vnode.fd).st_size
         check_size(self.node, size)  # the kernel may have grown a passed file
         stage = vnode.stage

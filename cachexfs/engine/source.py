@@ -10,6 +10,7 @@ from cachexfs.engine.content import Reader
 from cachexfs.engine.hold import Keeper
 from cachexfs.engine.replicate import Replicator
 from cachexfs.engine.vnode import Vnode
+from cachexfs.errors import FsError
 
 
 class Source(Reader):
@@ -53,3 +54,15 @@ class Source(Reader):
     def can_spill(self, length: int) -> bool:
         """See ``ContentSource``."""
         return self.keeper.spiller.can_take(length)
+
+    def spill_refused(self, error: OSError) -> FsError:
+        """See ``ContentSource``."""
+        return self.keeper.spiller.refused(error)
+
+    async def write_spilled(self, fd: int, data: bytes, offset: int) -> int:
+        """See ``ContentSource``."""
+        return await self.keeper.spiller.write(fd, data, offset)
+
+    async def sync_spilled(self, fd: int) -> None:
+        """See ``ContentSource``."""
+        await self.keeper.spiller.sync(fd)

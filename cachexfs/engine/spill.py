@@ -2,7 +2,9 @@
 
 Role: what `returned` promised is kept (the bytes survive the application and the daemon), only slower to read. The
 oldest published files go first; a file in progress that is alone larger than memory goes itself and grows there. What
-is on the PFS already is evicted instead, see ``Keeper``.
+is on the PFS already is evicted instead, see ``Keeper``. A device that is failing takes bytes into the kernel's cache
+and loses them afterwards: memory is given up only for what it has synced, and what grew there is synced when it is
+published.
 
 Concurrency: one move at a time. The bytes are copied in a thread, the exchange is one step without an await.
 """
@@ -66,6 +68,26 @@ class Spiller:
         )
         log.error("%s", self.node.errors["spill"])
 
+    def refused(self, error: OSError) -> FsError:
+        """NVMe has not done what a call needs: the error that the call ends with, told in ``status`` too."""
+        self._refuse(error)
+        code = errno.ENOSPC if error.errno in (errno.ENOSPC, errno.EDQUOT) else errno.EIO
+        return FsError(code, self.node.errors["spill"])
+
+    async def write(self, fd: int, data: bytes, offset: int) -> int:
+        """Bytes of a file in progress that has moved. Raises ``FsError`` ENOSPC, EIO."""
+        try:
+            return await trio.to_thread.run_sync(os.pwrite, fd, data, offset)
+        except OSError as error:
+            raise self.refused(error) from error
+
+    async def sync(self, fd: int) -> None:
+        """Return when NVMe has what was written to a file. Raises ``FsError`` ENOSPC, EIO."""
+        try:
+            await trio.to_thread.run_sync(os.fdatasync, fd)
+        except OSError as error:
+            raise self.refused(error) from error
+
     async def spill(self, length: int) -> bool:
         """Move published contents until ``length`` bytes fit in memory; False when nothing moved."""
         staging, moved = self.node.staging, False
@@ -128,6 +150,7 @@ class Spiller:
             target = staging.spill_begin(stage)
             began = True
             await copy_bytes(source, target, before.st_size)
+            await trio.to_thread.run_sync(os.fdatasync, target)
             os.utime(target, ns=(before.st_atime_ns, before.st_mtime_ns))
             os.fchown(target, before.st_uid, before.st_gid)
             os.fchmod(target, stat.S_IMODE(before.st_mode))  # both say something to the next daemon

@@ -132,9 +132,10 @@ def keep_last(vnode: Vnode) -> None:
     """Put the attributes of a file without a name on its staging file, where the next daemon finds them."""
     if vnode.last is None or vnode.fd < 0 or vnode.sealed == UNWRITABLE:
         return
-    with contextlib.suppress(PermissionError):
+    with contextlib.suppress(OSError):  # not our owner to give, or NVMe is read-only: a later daemon knows less
         os.fchown(vnode.fd, vnode.last.uid, vnode.last.gid)
-    os.fchmod(vnode.fd, vnode.last.mode | 0o600)
+    with contextlib.suppress(OSError):
+        os.fchmod(vnode.fd, vnode.last.mode | 0o600)
 
 
 def route_of(inode: Inode | None, vnode: Vnode | None) -> str:

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import errno
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 
 import trio
@@ -78,7 +80,7 @@ class Writing:
         while True:
             async with vnode.change_lock:
                 if offset >= vnode.sealed and vnode.fd >= 0:
-                    done = await trio.to_thread.run_sync(os.pwrite, vnode.fd, data, offset)
+                    done = await self.source.write_spilled(vnode.fd, data, offset)
                     self._changed(vnode)
                     handle.wrote = True
                     return done
@@ -101,7 +103,8 @@ class Writing:
         if size > vnode.size:
             check_size(self.node, size)
         await self._begin(vnode, size, keep=size)
-        os.ftruncate(vnode.fd, size)
+        with self._telling(vnode.stage):
+            os.ftruncate(vnode.fd, size)
         self._changed(vnode)
 
     async def _begin(self, vnode: Vnode, offset: int, keep: int | None = None) -> None:
@@ -141,7 +144,22 @@ class Writing:
         want = size if keep is None else min(keep, size)
         staging = self.node.staging
         stage, part = self.source.new_stage(vnode.fid, vnode.content.gen + 1), self.source.new_stage(vnode.fid, 0)
-        fd = staging.create(part, spilled=want > 0 and not await self._room(want))
+        spilled = want > 0 and not await self._room(want)
+        with self._telling(part if spilled else vnode.stage, spilled=spilled):
+            fd = await self._copied(vnode, part, stage, want, spilled=spilled)
+        old_fd, old_stage, was_dirty = vnode.fd, vnode.stage, vnode.dirty and vnode.sealed == 0
+        vnode.fd, vnode.stage, vnode.sealed = fd, stage, 0
+        vnode.synced, vnode.digested = None, None
+        keep_last(vnode)
+        if old_fd >= 0:
+            os.close(old_fd)
+            if was_dirty and old_stage:
+                staging.remove(old_stage)
+
+    async def _copied(self, vnode: Vnode, part: str, stage: str, want: int, *, spilled: bool) -> int:
+        """A new staged file with the first bytes of the old content: its descriptor."""
+        staging = self.node.staging
+        fd = staging.create(part, spilled=spilled)
         try:
             if want:
                 if vnode.fd >= 0:
@@ -155,14 +173,16 @@ class Writing:
             os.close(fd)
             staging.remove(part)
             raise
-        old_fd, old_stage, was_dirty = vnode.fd, vnode.stage, vnode.dirty and vnode.sealed == 0
-        vnode.fd, vnode.stage, vnode.sealed = fd, stage, 0
-        vnode.synced, vnode.digested = None, None
-        keep_last(vnode)
-        if old_fd >= 0:
-            os.close(old_fd)
-            if was_dirty and old_stage:
-                staging.remove(old_stage)
+        return fd
+
+    @contextmanager
+    def _telling(self, stage: str, *, spilled: bool = False) -> Iterator[None]:
+        """What NVMe refuses meanwhile is told as that."""
+        spilled = spilled or self.node.staging.is_spilled(stage)
+        try:
+            yield
+        except OSError as error:
+            raise self.source.spill_refused(error) if spilled else error from None
 
     async def _room(self, length: int) -> bool:
         """Wait until memory has room; False when the bytes must go to NVMe. Raises ENOSPC at ``full_timeout``."""

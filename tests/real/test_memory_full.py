@@ -164,6 +164,33 @@ def test_a_full_nvme_is_said_and_loses_nothing(
         cluster.umount()
 
 
+def test_an_nvme_that_became_read_only_costs_nothing_that_was_there(
+    make_cluster: Callable[..., LocalCluster], tmp_path: Path
+) -> None:
+    """Which is what the kernel does with a filesystem whose device fails."""
+    with full_disk(tmp_path / "disk", 512):
+        options = {"memory": "32M", "passthrough": "off", "full_timeout": "1", "spill": str(tmp_path / "disk")}
+        cluster = make_cluster(1, options | {"fsync": "returned", "supervisor": "auto"})
+        mount = cluster.nodes[0].mountpoint
+        with pfs_away(cluster):
+            sums = {f"f{number}": put(mount / f"f{number}", 12, number) for number in range(6)}
+            subprocess.run(["mount", "-o", "remount,ro", tmp_path / "disk"], check=True)
+            (mount / "f0").unlink()  # its bytes are there: nobody can remove them, and nobody waits for that
+            del sums["f0"]
+            put(mount / "f7", 4)
+            (mount / "f7").unlink()
+            cluster.kill_daemon(0)
+            assert {name: digest(mount / name) for name in sums} == sums
+            with raises_errno(errno.ENOSPC):
+                put(mount / "more", 60)
+            assert "NVMe" in cluster.run(0, "status", str(mount)).out
+        for name in sums:
+            until_stage(mount / name, "pfs")
+        assert {name: digest(cluster.pfs / name) for name in sums} == sums
+        assert not (cluster.pfs / "f0").exists()
+        cluster.umount()
+
+
 def test_removed_files_leave_their_memory_to_the_next_and_it_never_passes_the_limit(
     make_cluster: Callable[..., LocalCluster],
 ) -> None:

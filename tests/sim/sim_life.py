@@ -7,12 +7,13 @@ that runs then (``finally``) finds adaptors that do nothing any more, as after S
 from __future__ import annotations
 
 import contextlib
+import errno
 import itertools
 import os
 import random
 from collections.abc import Awaitable, Callable, Collection, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import trio
 from sim_catalogue import Link, Log, SimCatalogue
@@ -61,16 +62,49 @@ class SimClock:
         return int(EPOCH_S) * 10**9 + int(trio.current_time() * 1e9) + self._calls
 
 
+class Disk(Protocol):
+    """The NVMe of a node: what it holds at most, and which of its calls fail."""
+
+    capacity_bytes: int
+
+    def called(self, what: str) -> None:
+        """Before a call. Raises ``OSError``."""
+        ...
+
+
 class SimStaging(Staging):
     """The real staging directory, until its daemon is dead. ``peak_bytes``: the most it has held."""
 
     dead = False
     peak_bytes = 0
+    disk: Disk | None = None
+
+    def _on_disk(self, what: str) -> None:
+        if self.disk is not None:
+            self.disk.called(what)
 
     def create(self, stage: str, *, spilled: bool = False) -> int:
         if self.dead:
             raise OSError(5, "dead")
+        if spilled:
+            self._on_disk("create")
         return super().create(stage, spilled=spilled)
+
+    def spill_room_bytes(self) -> int:
+        if self.disk is None:
+            return super().spill_room_bytes()
+        self.spill_limit_bytes = self.disk.capacity_bytes
+        self._on_disk("statvfs")
+        return max(0, self.disk.capacity_bytes - self.spilled_bytes)
+
+    def spill_begin(self, stage: str) -> int:
+        self._on_disk("create")
+        return super().spill_begin(stage)
+
+    def spill_end(self, stage: str, *, keep: bool) -> None:
+        if keep:
+            self._on_disk("rename")
+        super().spill_end(stage, keep=keep)
 
     def account(self, stage: str, allocated_bytes: int) -> None:
         super().account(stage, allocated_bytes)
@@ -123,6 +157,7 @@ class Life:
         after: Life | None = None,
         link: Link | None = None,
         peers: Callable[[str], Peers] | None = None,
+        disk: Disk | None = None,
     ) -> None:
         self.mount = after.mount if after is not None else next(_mounts)
         self.supervised = False  # its death is not that of the mount
@@ -130,7 +165,8 @@ class Life:
         self.resume: Callable[[Files], None] = lambda files: None
         self.others: Callable[[], Collection[int]] = tuple  # descriptors of staged files that are not the daemon's
         assert options.staging is not None
-        self.staging = SimStaging(options.staging, options.memory)
+        self.staging = SimStaging(options.staging, options.memory, options.spill_directory if disk else None)
+        self.staging.disk = disk
         self.staging.open()
         self.catalogue = SimCatalogue(log, rng, link, options.fsync_timeout_s)
         self.pfs = pfs
@@ -164,6 +200,8 @@ class Life:
                     parts.keeper.run,
                     parts.takeover.run,
                     parts.denied.run,
+                    parts.reclaim.run,
+                    parts.files.unpublished.run,
                 ):
                     nursery.start_soon(task)
                 if self.filesystem.kernel.passthrough:
@@ -229,8 +267,8 @@ class Life:
             await trio.lowlevel.checkpoint()
             try:
                 outcome.value = await function(self.filesystem)
-            except FsError as error:
-                outcome.errno, outcome.why = error.errno, str(error)
+            except (FsError, OSError) as error:  # as ``frontend.fuse`` answers both
+                outcome.errno, outcome.why = error.errno or errno.EIO, str(error)
             outcome.killed = self.dead
         finally:
             outcome.done.set()

@@ -13,10 +13,10 @@ import pytest
 import trio
 import trio.testing
 import xxhash
-from sim_catalogue import Log
+from sim_catalogue import Link, Log
 from sim_check import Checkers, Saves, commit_file
 from sim_kernel import Kernel, OpenFile
-from sim_life import Life, SimClock, SimFilesystem
+from sim_life import Disk, Life, SimClock, SimFilesystem
 from sim_pfs import Faults, SimPfs
 from sim_run import inline_threads
 from sim_store import Store
@@ -57,6 +57,8 @@ class Scene:
         self.random = random.Random(1)
         self.kernel = Kernel(self.random, self.clock, passthrough=True)
         self.before: Callable[[str], None] = lambda step: None
+        self.disk: Disk | None = None
+        self.link = Link()
         self.life: Life
 
     async def start(self, after: Life | None = None) -> Life:
@@ -68,7 +70,7 @@ class Scene:
             act(what, action)
 
         pfs._act = acting  # type: ignore[method-assign]
-        self.life = Life(self.options, self.log, pfs, self.clock, self.random, after)
+        self.life = Life(self.options, self.log, pfs, self.clock, self.random, after, self.link, disk=self.disk)
         self.life.filesystem.kernel = self.kernel
         if after is not None:
             self.life.open_files, self.life.resume = self.kernel.open_files(), self.kernel.resume

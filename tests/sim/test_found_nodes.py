@@ -566,3 +566,44 @@ def test_what_a_passed_writer_changes_in_place_is_not_called_safe_meanwhile() ->
         assert await pair.read(1, name) == b"First"
 
     play(scene)
+
+
+@pytest.mark.parametrize("away_s", [1.0, 60.0])
+@pytest.mark.parametrize("partner_dies", [False, True])
+def test_a_copy_that_its_lost_sender_had_not_recorded_is_found(away_s: float, *, partner_dies: bool) -> None:
+    """The partner had committed it; the file was called lost, though everybody could read it, and never landed."""
+
+    async def scene(pair: Pair) -> None:
+        sender = pair.seats[0].current
+        assert sender is not None
+        assert sender.node.peers is not None
+        commit, committed = sender.node.peers.commit, trio.Event()
+
+        async def unheard(*args: Any) -> str:
+            await commit(*args)
+            committed.set()
+            await trio.sleep_forever()
+            return ""
+
+        sender.node.peers.commit = unheard  # type: ignore[method-assign]
+        await pair.write(0, ROOT_FID, b"a", b"only the partner has it")
+        await committed.wait()
+        await pair.lose(0, away_s)
+        if partner_dies:
+            pair.seats[1].kill(supervised=False)
+            await trio.sleep(1)
+            assert pair._nursery is not None
+            await pair.seats[1].born(pair._nursery)
+        await trio.sleep(60)
+        life = pair.seats[1].current
+        assert life is not None
+        assert (await life.parts.attributes.of((await pair.fs(1).lookup(ROOT_FID, b"a")).ino))["stage"] == "partner"
+        pair.faults.away = False
+        with trio.fail_after(300):
+            while pair.log.state.op_count:  # noqa: ASYNC110
+                await trio.sleep(1)
+        there = pair.store.find(b"a")
+        assert there is not None
+        assert there.data == b"only the partner has it"
+
+    play(scene)

@@ -11,6 +11,7 @@ from sim_run import SCENARIOS, first, inline_threads, simulate
 SEEDS = {
     "one": [range(at, at + 20) for at in range(0, 60, 20)],
     "cluster": [range(4, 8), range(8, 12)],
+    "fill": [range(4)],
     "routes": [range(4)],
     "recover": [range(20, 26)],
 }

@@ -1,0 +1,104 @@
+"""Copies that nobody has recorded: a content that is lost by the catalogue, and that this node has all the same.
+
+Role: a partner commits a replica, then its sender tells the catalogue; a sender that is lost in between leaves a whole,
+synced copy of which nobody knows. When a file counts as lost, each node looks whether it has the very content, and
+records its copy once the digests say so. From there on the file is like any other: served, copied again, drained.
+
+Concurrency: one task, woken by the catalogue; a look reads a file of this node, in a thread.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+
+import trio
+
+from cachexfs.core import publication
+from cachexfs.core.boundary import Boundary
+from cachexfs.core.records import Copy, Inode, Life
+from cachexfs.core.replica import Applied
+from cachexfs.core.stages import parse_stage
+from cachexfs.engine.node import Node
+from cachexfs.errors import CacheXError
+
+log = logging.getLogger(__name__)
+
+RETRY_S = 5.0
+
+
+class Reclaim:
+    """Records this node's copies of files that are lost."""
+
+    def __init__(self, node: Node) -> None:
+        self.node = node
+        self._asked: dict[int, None] = {}
+        self._wake = trio.Event()
+
+    def load(self) -> None:
+        """Look at all that this node holds, when the engine starts."""
+        self._ask(*self._held())
+
+    def notice(self, changes: Applied) -> None:
+        """Catalogue listener: a node is gone, or a copy."""
+        for key, old, new in changes:
+            if isinstance(old, Life) and new is None:
+                self._ask(*self._held())
+            elif isinstance(old, Inode) and isinstance(new, Inode) and old.copies != new.copies:
+                self._ask(int(key[2:], 16))
+
+    def _held(self) -> list[int]:
+        return [parse_stage(stage)[0] for stage in self.node.replicas.stages()] if self.node.replicas else []
+
+    def _ask(self, *fids: int) -> None:
+        for fid in fids:
+            if self._own(fid):
+                self._asked[fid] = None
+                self._wake.set()
+
+    def _own(self, fid: int) -> tuple[Copy, ...]:
+        """What this node has of a file that is lost."""
+        view = self.node.catalogue.view
+        inode, content = view.inode(fid), view.generation(fid)
+        if inode is None or content is None or not content.tree or inode.gen != content.gen:
+            return ()
+        if self.node.replicas is None or self.node.boundary(fid, inode) != Boundary.LOST:
+            return ()
+        recorded = {(copy.node, copy.store) for copy in inode.copies}
+        found = self.node.own_copies(content.stage, content.size)
+        return tuple(copy for copy in found if (copy.node, copy.store) not in recorded)
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        while True:
+            await self._wake.wait()
+            self._wake = trio.Event()
+            for fid in list(self._asked):
+                try:
+                    await self._record(fid)
+                    del self._asked[fid]
+                except (CacheXError, OSError) as error:
+                    log.debug("a copy of %x cannot be recorded yet: %s", fid, error)
+            if self._asked:
+                await trio.sleep(RETRY_S)
+                self._wake.set()
+
+    async def _record(self, fid: int) -> None:
+        content, ctx = self.node.catalogue.view.generation(fid), self.node.ctx()
+        for copy in self._own(fid):
+            assert content is not None
+            path = self.node.local_path(content.stage, content.size)
+            if path is None:
+                return
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                good = (await self.node.digests(fd, content.size))[1] == content.tree
+            finally:
+                os.close(fd)
+            if not good:
+                log.error("%s: the copy here, which nobody had recorded, is damaged", content.stage)
+                return
+            await self.node.catalogue.mutate(
+                lambda tx: publication.add_copy(tx, ctx, fid, content.gen, copy)  # noqa: B023
+            )
+            log.warning("%s is not lost: this node has a whole copy of which nobody knew", content.stage)

@@ -1,0 +1,166 @@
+"""An NVMe that fails: what a spill promises, and what a close that failed leaves. More of it: ``sim_fill``."""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import tempfile
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+import trio
+import trio.testing
+from sim_fill import SimDisk, slow_disk
+from sim_run import inline_threads
+from test_found import Scene, scene
+
+from cachexfs.core.records import ROOT_FID
+from cachexfs.errors import CatalogueUnavailableError, FsError
+
+KIB = 1 << 10
+
+
+class Failing(SimDisk):
+    """Fails at calls that the scene names."""
+
+    at: tuple[str, ...] = ()
+
+    def called(self, what: str) -> None:
+        if what in self.at:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+
+def full(function: Callable[[Scene, Failing], Awaitable[None]]) -> Callable[[], None]:
+    """A scene with 96 KiB of memory, 1 MiB of NVMe, and a PFS that does not answer yet."""
+
+    def test() -> None:
+        disk = Failing(random.Random(1), 1 << 20)
+
+        async def main(directory: str) -> None:
+            with slow_disk(disk.random, disk):
+                async with trio.open_nursery() as nursery:
+                    spill = os.path.join(directory, "nvme")
+                    made = Scene(directory, nursery, memory=96 * KIB, spill=spill, fsync="returned")
+                    made.disk = disk
+                    await made.start()
+                    await made.fs.names(ROOT_FID)
+                    made.faults.away = True
+                    await function(made, disk)
+                    nursery.cancel_scope.cancel()
+
+        with tempfile.TemporaryDirectory() as directory, inline_threads(1):
+            trio.run(main, directory, clock=trio.testing.MockClock(autojump_threshold=0))
+
+    test.__name__, test.__doc__ = function.__name__, function.__doc__
+    return test
+
+
+def spilled(scene: Scene) -> list[str]:
+    staging = scene.life.staging
+    return [stage for stage in staging.stages() if staging.is_spilled(stage)]
+
+
+@full
+async def test_memory_is_given_up_only_for_what_nvme_has_synced(scene: Scene, disk: Failing) -> None:
+    """A device that fails takes bytes into the kernel's cache and loses them afterwards."""
+    disk.at = ("sync",)
+    await scene.write(b"a", b"a" * 60 * KIB)
+    with pytest.raises(FsError):
+        await scene.write(b"b", b"b" * 60 * KIB)
+    assert spilled(scene) == []
+    assert "NVMe" in scene.life.node.errors["spill"]
+    disk.at = ()
+    await trio.sleep(60)
+    await scene.write(b"b", b"b" * 60 * KIB)
+    assert spilled(scene)
+    assert await scene.read(b"a") == b"a" * 60 * KIB
+
+
+@full
+async def test_what_nvme_loses_of_a_growing_file_is_an_error_of_its_close_and_is_published_later(
+    scene: Scene, disk: Failing
+) -> None:
+    handle = await scene.create(b"a")
+    for at in range(4):
+        await scene.fs.write(handle, at * 60 * KIB, b"%d" % at * 60 * KIB)
+    assert spilled(scene)
+    disk.at = ("sync",)
+    with pytest.raises(FsError):
+        await scene.fs.flush(handle)
+    with pytest.raises(FsError):
+        await scene.fs.release(handle)
+    assert await scene.stage(b"a") == "writing"
+    assert any("could not be published" in error for error in scene.life.node.known_errors())
+    disk.at, scene.faults.away = (), False
+    await trio.sleep(60)
+    await scene.drained()
+    assert scene.on_pfs(b"a") == b"".join(b"%d" % at * 60 * KIB for at in range(4))
+    assert not any("could not be published" in error for error in scene.life.node.known_errors())
+
+
+@full
+async def test_a_write_that_nvme_refuses_is_told(scene: Scene, disk: Failing) -> None:
+    handle = await scene.create(b"a")
+    for at in range(2):
+        await scene.fs.write(handle, at * 60 * KIB, b"x" * 60 * KIB)
+    disk.at = ("write",)
+    with pytest.raises(FsError, match="NVMe"):
+        await scene.fs.write(handle, 120 * KIB, b"x" * KIB)
+    assert "NVMe" in scene.life.node.errors["spill"]
+
+
+@full
+async def test_a_file_that_moves_to_nvme_just_before_it_is_copied_is_no_error(scene: Scene, disk: Failing) -> None:
+    scene.faults.away = False
+    errors, told = scene.life.parts.drainer.errors, list[object]()
+    failed, prepare = errors.failed, scene.life.pfs.prepare
+
+    async def tell(*what: Any) -> None:
+        told.append(what)
+        await failed(*what)
+
+    async def late(source: str, *args: Any, **options: Any) -> None:
+        for stage in scene.life.staging.stages():
+            if not scene.life.staging.is_spilled(stage):
+                assert await scene.life.parts.keeper.spiller.move(stage, None)
+        await prepare(source, *args, **options)
+
+    scene.life.pfs.prepare, errors.failed = late, tell  # type: ignore[method-assign]
+    await scene.write(b"a", b"a" * 60 * KIB)
+    await scene.drained()
+    assert scene.on_pfs(b"a") == b"a" * 60 * KIB
+    assert spilled(scene)
+    assert told == []
+
+
+@full
+async def test_bytes_that_nvme_has_changed_do_not_reach_the_pfs(scene: Scene, disk: Failing) -> None:
+    await scene.write(b"a", b"a" * 60 * KIB)
+    await scene.write(b"b", b"b" * 60 * KIB)
+    (stage,) = spilled(scene)
+    fd = os.open(scene.life.staging.path(stage), os.O_WRONLY)
+    os.write(fd, b"garbled")
+    os.close(fd)
+    scene.faults.away = False
+    await trio.sleep(60)
+    assert await scene.stage(b"a") == "lost"
+    assert scene.on_pfs(b"a") is None
+    assert scene.on_pfs(b"b") == b"b" * 60 * KIB
+
+
+@scene(fsync="returned")
+async def test_what_was_closed_while_the_catalogue_was_away_is_published_when_it_answers(scene: Scene) -> None:
+    await scene.write(b"a", b"old")
+    await scene.drained()
+    handle = await scene.create(b"a", b"newer")
+    scene.link.set(up=False)
+    await trio.sleep(100)
+    for end in (scene.fs.flush, scene.fs.release):
+        with pytest.raises((CatalogueUnavailableError, FsError)):
+            await end(handle)
+    scene.link.set(up=True)
+    await trio.sleep(60)
+    await scene.drained()
+    assert scene.on_pfs(b"a") == b"newer"
