@@ -331,7 +331,7 @@ class ContentSource(Protocol):
         """What a call ends with for which NVMe has not done what it needs."""
         ...
 
-    async def write_spilled(self, fd: int, data: bytes, offset: int) -> int:
+    async def write_spilled(self, fd: int, data: bytes | bytearray | memoryview, offset: int) -> int:
         """Write to a file that lies on NVMe. Raises ``FsError`` (ENOSPC, EIO)."""
         ...
 

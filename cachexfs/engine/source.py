@@ -59,7 +59,7 @@ class Source(Reader):
         """See ``ContentSource``."""
         return self.keeper.spiller.refused(error)
 
-    async def write_spilled(self, fd: int, data: bytes, offset: int) -> int:
+    async def write_spilled(self, fd: int, data: bytes | bytearray | memoryview, offset: int) -> int:
         """See ``ContentSource``."""
         return await self.keeper.spiller.write(fd, data, offset)
 

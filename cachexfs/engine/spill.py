@@ -74,7 +74,7 @@ class Spiller:
         code = errno.ENOSPC if error.errno in (errno.ENOSPC, errno.EDQUOT) else errno.EIO
         return FsError(code, self.node.errors["spill"])
 
-    async def write(self, fd: int, data: bytes, offset: int) -> int:
+    async def write(self, fd: int, data: bytes | bytearray | memoryview, offset: int) -> int:
         """Bytes of a file in progress that has moved. Raises ``FsError`` ENOSPC, EIO."""
         try:
             return await trio.to_thread.run_sync(os.pwrite, fd, data, offset)
