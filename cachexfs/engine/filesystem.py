@@ -273,22 +273,39 @@ class Filesystem(Names):
         await self.parts.drainer.sync(vnode)
 
     async def fsyncdir(self, ino: int) -> None:
-        """Names are in the catalogue's synced log; alone, wait until they are on the PFS."""
+        """Names are in the catalogue's synced log; alone, wait until those that are there now are on the PFS.
+
+        Others may go on rewriting what is there: that is not waited for.
+        """
         if self.node.options.fsync != "pfs":
             return
         path = self.parts.reader.path(self._fid(ino))
         if path is None:
             return
-        with trio.move_on_after(self.node.options.fsync_timeout_s):
-            drainer = self.parts.drainer  # what is held for the next commit file is safe with its recovery record
-            while any(
-                parent_of(op.path) == path and op.kind != OpKind.DIRATTR and not drainer.waits.is_held(key)
-                for key, op in drainer.own_pending()
-                if not self.files.busy(op.fid)  # that lands once its writer has closed it, as a created file does
-            ):
-                await drainer.changed()
+        wanted = self._to_land_in(path)
+        with trio.move_on_after(self.node.options.fsync_timeout_s), self.node.foreground.awaited():
+            while wanted:
+                await self.parts.drainer.changed()
+                now = self._to_land_in(path)
+                left_out = {fid for key, fid in wanted.items() if key not in now and not self._has_landed(fid)}
+                wanted = {key: fid for key, fid in now.items() if key in wanted or fid in left_out}
             return
         raise FsError(errno.EIO, "fsync: the directory's names did not reach the PFS in time")
+
+    def _to_land_in(self, path: bytes) -> dict[bytes, int]:
+        """Pending changes of names in a directory, with the file that each is about."""
+        drainer = self.parts.drainer  # what is held for the next commit file is safe with its recovery record
+        return {
+            key: op.fid
+            for key, op in drainer.own_pending()
+            if parent_of(op.path) == path and op.kind != OpKind.DIRATTR and not drainer.waits.is_held(key)
+            if not self.files.busy(op.fid)  # that lands once its writer has closed it, as a created file does
+        }
+
+    def _has_landed(self, fid: int) -> bool:
+        """Whether some content of a file is on the PFS, or it is gone; else a later one lands in its place."""
+        inode = self.node.catalogue.view.inode(fid)
+        return inode is None or inode.pfs is not None
 
     # ---- xattrs and statfs
     async def user_xattrs(self, ino: int) -> dict[bytes, bytes]:

@@ -10,6 +10,7 @@ import os
 import shutil
 import stat
 import subprocess
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -444,3 +445,38 @@ def test_users_attributes_are_kept_and_ours_refused(make_cluster: Callable[..., 
         os.removexattr(path, "user.cachex.stage")
     shutil.copy2(path, mount / "copy")
     assert os.getxattr(mount / "copy", "user.epoch") == b"13"
+
+
+def test_fsync_of_a_directory_does_not_wait_for_what_is_rewritten_meanwhile(mount: Path, alone: LocalCluster) -> None:
+    """It got EIO where others went on rewriting files: at no moment until its deadline was nothing pending there."""
+    on_pfs = alone.pfs / mount.name
+    (mount / "meanwhile").write_bytes(b"first")
+    assert until((on_pfs / "meanwhile").is_file)
+    (on_pfs / "meanwhile").unlink()
+    for name in ("before", "meanwhile"):
+        (on_pfs / name).mkdir()  # in the way of a file of that name
+    directory, results = os.open(mount, os.O_RDONLY), list[str]()
+    writer = os.open(mount / "meanwhile", os.O_WRONLY)
+
+    def sync() -> None:
+        try:
+            os.fsync(directory)
+            results.append("done")
+        except OSError as error:
+            results.append(str(error))
+
+    (mount / "before").touch()
+    thread = threading.Thread(target=sync)
+    thread.start()
+    number = {"x86_64": "74", "aarch64": "82"}[os.uname().machine]  # fsync
+    assert until(lambda: Path(f"/proc/self/task/{thread.native_id}/syscall").read_text().split()[0] == number)
+    write_all(writer, b"second")
+    os.close(writer)
+    (on_pfs / "before").rmdir()
+    thread.join()
+    os.close(directory)
+    assert results == ["done"]
+    assert (on_pfs / "before").is_file()
+    assert (on_pfs / "meanwhile").is_dir()
+    (on_pfs / "meanwhile").rmdir()
+    assert until((on_pfs / "meanwhile").is_file)
