@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import stat
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -45,6 +46,26 @@ def write_file(path: Path, data: bytes, *, sync: bool = True) -> None:
             os.fsync(fd)
     finally:
         os.close(fd)
+
+
+def contents_below(root: Path) -> list[bytes]:
+    """Contents of all files below a directory, the hidden ones too, of one moment: looked again while names move."""
+    while True:
+        paths = [path for path in root.rglob("*") if path.is_file()]
+        with contextlib.suppress(FileNotFoundError):
+            found = [path.read_bytes() for path in paths]
+            if [path for path in root.rglob("*") if path.is_file()] == paths:
+                return found
+
+
+def memory_below(root: Path) -> int:
+    """Bytes that the files below a directory take, while they come and go."""
+    total = 0
+    for path in root.rglob("*"):
+        with contextlib.suppress(FileNotFoundError):
+            status = path.lstat()
+            total += status.st_blocks * 512 if stat.S_ISREG(status.st_mode) else 0
+    return total
 
 
 @dataclass(frozen=True)
@@ -156,8 +177,8 @@ class PfsWatcher:
 
 
 def _identity(path: Path) -> tuple[int, int, int]:
-    stat = path.stat()
-    return stat.st_ino, stat.st_mtime_ns, stat.st_ctime_ns
+    status = path.stat()
+    return status.st_ino, status.st_mtime_ns, status.st_ctime_ns
 
 
 @contextlib.contextmanager

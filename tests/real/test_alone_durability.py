@@ -5,9 +5,8 @@ import os
 import shutil
 import threading
 from collections.abc import Callable
-from pathlib import Path
 
-from real_support import Template, pfs_away, raises_errno, until, until_stage, write_file
+from real_support import Template, contents_below, pfs_away, raises_errno, until, until_stage, write_file
 
 from cachexfs.demo.cluster import LocalCluster
 from cachexfs.demo.control import xattr
@@ -18,11 +17,6 @@ MIB = 1 << 20
 DEAD = (errno.ENOTCONN, errno.ECONNABORTED)
 
 
-def pfs_bytes(pfs: Path) -> list[bytes]:
-    """Contents of all files below the PFS directory, the hidden ones too."""
-    return [path.read_bytes() for path in pfs.rglob("*") if path.is_file()]
-
-
 def test_fsync_alone_survives_the_loss_of_the_node(make_cluster: Callable[..., LocalCluster]) -> None:
     """``fsync`` resolves to ``pfs``; the bytes are there, under their name or a hidden one with its record."""
     cluster = make_cluster(1)
@@ -30,7 +24,7 @@ def test_fsync_alone_survives_the_loss_of_the_node(make_cluster: Callable[..., L
     write_file(cluster.nodes[0].mountpoint / "shard", data)
     cluster.kill(0)
     cluster.wipe(0)
-    assert data in pfs_bytes(cluster.pfs)
+    assert data in contents_below(cluster.pfs)
 
 
 def test_what_was_closed_is_there_after_kill_and_remount(make_cluster: Callable[..., LocalCluster]) -> None:

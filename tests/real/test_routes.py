@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from real_support import Template, pfs_away, until, until_stage, write_file
+from real_support import Template, contents_below, pfs_away, until, until_stage, write_file
 
 from cachexfs.config import mount_id
 from cachexfs.demo.cluster import LocalCluster
@@ -74,8 +74,7 @@ def test_direct_sends_nothing_to_the_partner_and_fsync_waits_for_the_pfs(
         for start in range(0, len(data), MIB):
             os.write(fd, data[start : start + MIB])
         os.fsync(fd)
-        there = [path for path in cluster.pfs.rglob("*") if path.is_file() and path.stat().st_size == len(data)]
-        assert [path.read_bytes() == data for path in there] == [True]
+        assert contents_below(cluster.pfs).count(data) == 1
         assert [route(mount / "f") for mount in mounts] == ["direct", "direct"]
     finally:
         os.close(fd)
@@ -95,7 +94,7 @@ def test_a_checkpoint_goes_directly_and_is_safe_on_the_pfs_when_its_save_returns
     cluster = make_cluster(2, DIRECT)
     mounts = [node.mountpoint for node in cluster.nodes]
     templates[0].save(mounts, "step-1")
-    there = [path.read_bytes() for path in cluster.pfs.rglob("*") if path.is_file()]
+    there = contents_below(cluster.pfs)
     assert all(data in there for data in templates[0].files.values())
     until("on the PFS", lambda: xattr(mounts[1] / "step-1", "restartable") == "pfs")
     assert templates[0].same_as(cluster.pfs / "step-1") == []
