@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
+import random
 import socket
 import time
 import traceback
@@ -19,6 +20,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Generic, TypeVar, cast
 
+from cachexfs.demo.cluster import PORT_FIRST, PORT_LAST
 from cachexfs.errors import CacheXError, NotDurableError
 
 if TYPE_CHECKING:
@@ -51,10 +53,12 @@ class _Answer(Generic[T]):
 
 
 def free_port() -> int:
-    """A TCP port of 127.0.0.1 that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A TCP port of 127.0.0.1 that nobody listens on now, and that the kernel gives to no client until we do."""
+    while True:
+        port = random.randrange(PORT_FIRST, PORT_LAST)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 def block_of(rank: int, world: int, places: int) -> int:
