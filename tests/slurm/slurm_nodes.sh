@@ -13,7 +13,7 @@ export PATH=$PATH:/usr/sbin:/sbin SLURM_CONF=$ROOT/slurm.conf
 
 die() { echo "slurm_nodes: $*" >&2; exit 1; }
 alive() { [ -s "$1" ] && kill -0 "$(cat "$1")" 2>/dev/null; }
-wait_for() { local i; for ((i = 0; i < 200; i++)); do "$@" >/dev/null 2>&1 && return 0; sleep 0.1; done; return 1; }
+wait_for() { local i; for ((i = 0; i < 1000; i++)); do "$@" >/dev/null 2>&1 && return 0; sleep 0.1; done; return 1; }
 in_hub() { nsenter --net="/run/netns/${tag}hub" -- "$@"; }
 
 write_conf() {
@@ -37,7 +37,7 @@ SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
 ReturnToService=2
 PrologFlags=Alloc
-PrologEpilogTimeout=120
+PrologEpilogTimeout=300
 MpiDefault=none
 KillWait=2
 ${PROLOG:+Prolog=$PROLOG}

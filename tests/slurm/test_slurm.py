@@ -79,7 +79,7 @@ class Cluster:
         return "\n".join(path.read_text(errors="replace")[-3000:] for path in sorted(self.root.glob("slurmd-*.log")))
 
 
-def settings(root: Path) -> str:
+def settings(root: Path, drain_s: int = DEADLINE_S) -> str:
     return f"""
 CACHEXFS_SLURM_PFS={root}/pfs
 CACHEXFS_SLURM_MOUNTPOINT={root}/local/cachex
@@ -87,7 +87,8 @@ CACHEXFS_SLURM_NVME={root}/local/nvme
 CACHEXFS_SLURM_RUN={root}/jobs
 CACHEXFS_SLURM_SITE_KEY={root}/site.key
 CACHEXFS_SLURM_OPTIONS=memory=64M
-CACHEXFS_SLURM_DRAIN_TIMEOUT=5
+CACHEXFS_SLURM_MOUNT_TIMEOUT={DEADLINE_S}
+CACHEXFS_SLURM_DRAIN_TIMEOUT={drain_s}
 CACHEXFS_SLURM_COMMAND={COMMAND}
 """
 
@@ -130,7 +131,7 @@ grep -q ' {cluster.mountpoint} fuse.cachex' /proc/self/mounts
 echo "from $SLURMD_NODENAME" >"$SLURMD_NODENAME"
 for other in n1 n2; do
   tries=0
-  until [ -s "$other" ]; do tries=$((tries + 1)); [ $tries -lt 200 ]; sleep 0.1; done
+  until [ -s "$other" ]; do tries=$((tries + 1)); [ $tries -lt 1000 ]; sleep 0.1; done
   echo "$SLURMD_NODENAME reads: $(cat "$other")"
 done
 echo "stage: $(getfattr --only-values -n user.cachex.stage "$SLURMD_NODENAME")"
@@ -155,6 +156,7 @@ echo "stage: $(getfattr --only-values -n user.cachex.stage "$SLURMD_NODENAME")"
 
 
 def test_an_epilog_that_cannot_drain_says_so_and_keeps_node_and_data(cluster: Cluster) -> None:
+    (cluster.root / "settings").write_text(settings(cluster.root, drain_s=3))
     big = cluster.root / "big"
     big.write_bytes(b"x" * 2 * PFS_BYTES)
     step = cluster.script("big.sh", f"[ $SLURM_PROCID != 0 ] || exec cp {big} {cluster.mountpoint}/big\n")
