@@ -104,12 +104,12 @@ class Pair:
         return PeerClients(**{**settings, **changes})
 
 
-QUICK_CLIENT = ClientLimits(connect_s=5, stall_s=5, commit_s=20)
+PATIENT_CLIENT = ClientLimits(connect_s=100, stall_s=100, commit_s=100)
 
 
 @contextlib.asynccontextmanager
 async def pair(
-    directory: Path, limits: ServerLimits | None = None, client_limits: ClientLimits = QUICK_CLIENT, port: int = 0
+    directory: Path, limits: ServerLimits | None = None, client_limits: ClientLimits = PATIENT_CLIENT, port: int = 0
 ) -> AsyncIterator[Pair]:
     """Two nodes on loopback, taken down at the end."""
     store = await ReplicaStore.open(str(directory))

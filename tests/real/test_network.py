@@ -42,10 +42,11 @@ def test_a_slow_link_slows_the_partner_and_not_the_write(make_cluster: Callable[
     mounts = [node.mountpoint for node in cluster.nodes]
     data = os.urandom(8 * MIB)
     with pfs_away(cluster):
-        cluster.network.shape(0, "20mbit")
+        cluster.network.shape(0, "4mbit")
         write_file(mounts[0] / "f", data, sync=False)
         assert xattr(mounts[0] / "f", "stage") == "returned"
         assert (mounts[0] / "f").read_bytes() == data
-        until_stage(mounts[0] / "f", "partner")
+        assert xattr(mounts[0] / "f", "stage") == "returned"
         cluster.network.shape(0, "2gbit")
+        until_stage(mounts[0] / "f", "partner")
         assert (mounts[2] / "f").read_bytes() == data
