@@ -15,6 +15,7 @@ import logging
 import os
 import stat
 from collections.abc import Awaitable, Callable
+from itertools import islice
 
 import trio
 
@@ -30,12 +31,14 @@ log = logging.getLogger(__name__)
 MAP_LOOK_FIRST_S, MAP_LOOK_MAX_S = 0.001, 0.5
 WATCH_INTERVAL_S = 0.05
 WATCH_GROWING_S = 0.01  # while files grow and room is short: what is kept ahead of them is what they do in some looks
+WATCH_SHARE = 4  # between two looks lies this many times what one takes: somebody may have 10,000 files open
 STEPS_MAX = round(WATCH_INTERVAL_S / WATCH_GROWING_S)
 SETTLE_S = 0.25
 TELL_AGAIN_S = 5.0
 ROOM_BYTES_MIN = 256 << 20  # what a passed writer may write between two looks, with something to spare
 AMPLE_NEEDS = 2  # with so many times the room that is kept ahead, the looks of idle files are enough
 READY_BYTES_MAX = 512 << 20
+READY_FILES_MAX = 256  # asked at every open: more than write at a time
 READY_FIRST_BYTES = 32 << 20  # before an open is answered; the rest comes in pieces, between requests
 
 
@@ -237,7 +240,7 @@ class Passing:
 
     async def _watch(self, nursery: trio.Nursery) -> None:
         grown: list[Vnode] = []
-        is_ample = False
+        is_ample, took_s = False, 0.0
         while True:
             pause_s = 0.0 if grown and not is_ample else WATCH_INTERVAL_S - WATCH_GROWING_S
             with trio.move_on_after(pause_s):
@@ -245,8 +248,10 @@ class Passing:
             if self._begun.is_set():
                 self._begun = trio.Event()
                 await self._get_ready()
-            await trio.sleep(WATCH_GROWING_S)
+            await trio.sleep(max(WATCH_GROWING_S, WATCH_SHARE * took_s))
+            began_s = trio.current_time()
             grown = self._look(nursery)
+            took_s = trio.current_time() - began_s
             if not grown:
                 continue
             self.node.foreground.busy(2 * WATCH_INTERVAL_S)
@@ -315,5 +320,5 @@ class Passing:
 
     def _ready_bytes(self) -> int:
         usual, steps = self._usual_bytes, self._step_bytes * STEPS_MAX
-        sizes = [vnode.seen[0] for vnode in self.vnodes]
+        sizes = [vnode.seen[0] for vnode in islice(self.vnodes, READY_FILES_MAX)]
         return min(sum(usual - size if size < usual else min(steps, size) for size in sizes), READY_BYTES_MAX)
