@@ -42,6 +42,7 @@ class Staging:
         self.directory = Path(directory)
         self.limit_bytes = limit_bytes
         self._files = self.directory / "files"
+        self._files_path = str(self._files)
         self._spill_root = Path(spill) if spill is not None else None
         self._spill: Path | None = None
         self._allocated: dict[str, int] = {}
@@ -70,8 +71,9 @@ class Staging:
             raise UsageError(f"another daemon uses the staging directory {self.directory}; unmount it first") from None
         self.store = self._identity()
         self._spare.open()
-        for name in os.listdir(self._files):
-            self.account(name, os.stat(self._files / name).st_blocks * 512)
+        with os.scandir(self._files) as found:
+            for entry in found:
+                self.account(entry.name, entry.stat(follow_symlinks=False).st_blocks * 512)
         self._spare.give(self.used_bytes + self._spare.bytes - self.limit_bytes)  # it may have been more before
         self._open_spill()
 
@@ -122,12 +124,9 @@ class Staging:
             self._lock_fd = -1
 
     # ---- files
-    def _path(self, stage: str) -> Path:
-        return self._spill / stage if self._spill is not None and stage in self._spilled else self._files / stage
-
     def path(self, stage: str) -> str:
         """Path of a staged file."""
-        return str(self._path(stage))
+        return f"{self._spill if stage in self._spilled else self._files_path}/{stage}"
 
     def create(self, stage: str, *, spilled: bool = False) -> int:
         """Descriptor, for reading and writing, of a new empty staged file; ``spilled``: on NVMe."""
@@ -139,7 +138,7 @@ class Staging:
 
     def open_file(self, stage: str, *, write: bool = False) -> int:
         """Descriptor of a staged file. Raises ``FileNotFoundError``."""
-        return os.open(self._path(stage), (os.O_RDWR if write else os.O_RDONLY) | os.O_CLOEXEC)
+        return os.open(self.path(stage), (os.O_RDWR if write else os.O_RDONLY) | os.O_CLOEXEC)
 
     def has(self, stage: str) -> bool:
         """Whether this node holds a staged file of that key."""
@@ -152,29 +151,29 @@ class Staging:
     def size(self, stage: str) -> int:
         """Length of a staged file in bytes; 0 when somebody has removed it."""
         try:
-            return os.stat(self._path(stage)).st_size
+            return os.stat(self.path(stage)).st_size
         except FileNotFoundError:
             return 0
 
     def exchange(self, one: str, two: str) -> None:
         """Let two staged files have each other's key, in one step."""
-        old, new = os.fsencode(self._path(one)), os.fsencode(self._path(two))
+        old, new = os.fsencode(self.path(one)), os.fsencode(self.path(two))
         if _LIBC.renameat2(_AT_FDCWD, old, _AT_FDCWD, new, _RENAME_EXCHANGE):
             code = ctypes.get_errno()
             raise OSError(code, os.strerror(code), self.path(one))
         for stage in (one, two):
-            self.account(stage, os.stat(self._path(stage)).st_blocks * 512)
+            self.account(stage, os.stat(self.path(stage)).st_blocks * 512)
 
     def rename(self, old: str, new: str) -> None:
         """Give a staged file another key, in one step."""
-        path = self._path(old)
+        path = Path(self.path(old))
         os.rename(path, path.with_name(new))
         table = self._spilled if old in self._spilled else self._allocated
         table[new] = table.pop(old)
 
     def remove(self, stage: str) -> None:
         """Give a staged file's memory back, or keep it for the next; open descriptors go on reading."""
-        path = self._path(stage)
+        path = Path(self.path(stage))
         if stage in self._spilled:
             self.spilled_bytes -= self._spilled.pop(stage)
             _unlink(path)
@@ -186,7 +185,7 @@ class Staging:
 
     def set_aside(self, stage: str) -> None:
         """Keep a staged file whose name nobody knows any more: under ``orphans``, where nothing removes it."""
-        path, orphans = self._path(stage), self.directory / ORPHANS
+        path, orphans = Path(self.path(stage)), self.directory / ORPHANS
         if stage in self._spilled:
             os.rename(path, path.with_name(stage + ORPHAN_SUFFIX))
             self.spilled_bytes -= self._spilled.pop(stage)

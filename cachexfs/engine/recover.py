@@ -32,6 +32,8 @@ from cachexfs.errors import CacheXError
 
 log = logging.getLogger(__name__)
 
+VERIFY_AFTER_S = 1.0  # an application that waited for this daemon is not to wait for the digests, too
+
 RETRY_S = 2.0  # of a takeover that has failed
 
 
@@ -107,8 +109,10 @@ async def _drop_absent(node: Node, files: Files) -> None:
 
 
 async def verify(node: Node) -> None:
-    """Check what was adopted against its digests, in the background; a damaged copy is not claimed any more."""
+    """Check what was adopted against its digests, in applications' pauses; a damaged copy is not claimed any more."""
+    await trio.sleep(VERIFY_AFTER_S)
     for stage in sorted(node.unverified):
+        await node.foreground.pause()
         try:
             if stage in node.unverified and node.staging.has(stage):
                 await check_stage(node, stage)
