@@ -28,6 +28,7 @@ from cachexfs.frontend.fuse import TASKS_MAX, Operations
 from cachexfs.registration import Entry, Registration
 from cachexfs.supervisor.client import Supervisor
 from cachexfs.supervisor.messages import Event
+from cachexfs.supervisor.payloads import SharedPayloads
 
 log = logging.getLogger(__name__)
 
@@ -56,7 +57,7 @@ class Serving:
         options, supervisor = self.options, self.supervisor
         control.facts.kernel, control.facts.kernel_reason = fuse_mount.mode(options, supervisor)
         operations = Operations(
-            Filesystem(parts), supervisor.share_payloads() if supervisor is not None else None,
+            Filesystem(parts), _payloads(supervisor),
             timeout_s=ALONE_TIMEOUT_S if options.alone else 0.0, hide_xattrs=options.hide_xattrs,
         )  # fmt: skip
         control.on_stale = operations.forget_entry
@@ -188,3 +189,14 @@ class Serving:
 def _is_end(error: BaseException) -> bool:
     """libfuse's word (EIO) for a supervisor that is gone; mostly its death is noticed before."""
     return isinstance(error, OSError) and error.errno == errno.EIO
+
+
+def _payloads(supervisor: Supervisor | None) -> SharedPayloads | None:
+    """Where the bytes of large writes lie; None: they come with the requests."""
+    if supervisor is None:
+        return None
+    try:
+        return supervisor.share_payloads()
+    except OSError as error:
+        log.warning("large writes come through the supervisor's socket, which is slower: %s", error)
+        return None
