@@ -24,6 +24,7 @@ from cachexfs.core.commitfiles import is_unfinished_marker
 from cachexfs.core.records import Op, OpKind
 
 Seq = tuple[int, bytes]  # (creation revision, key): the order of visibility
+GONE_MIN = 64
 
 
 def parent_of(path: bytes) -> bytes:
@@ -87,25 +88,29 @@ class _Queue:
     def discard(self, seq: Seq) -> bool:
         """Remove; returns whether the queue is now empty."""
         self._live.discard(seq)
+        if len(self._items) - self._head > 2 * len(self._live) + GONE_MIN:  # ``last`` walks over those that are gone
+            self._items, self._head = list(self.members()), 0
         return not self._live
 
     def members(self) -> Iterator[Seq]:
         """All, in order."""
         return (seq for seq in self._items[self._head :] if seq in self._live)
 
-    def first(self, passing: Passing | None = None, since: Seq | None = None) -> Seq | None:
-        """The smallest, but for those in ``passing`` or before ``since``."""
+    def first(self) -> Seq | None:
+        """The smallest."""
         items, live = self._items, self._live
         while self._head < len(items) and items[self._head] not in live:
             self._head += 1
-        at = self._head
-        if passing is None:
-            return items[at] if at < len(items) else None
-        if since is not None:
-            at = bisect_left(items, since, at)
-        while at < len(items) and (items[at] not in live or items[at][1] in passing):
-            at += 1
-        return items[at] if at < len(items) else None
+        return items[self._head] if self._head < len(items) else None
+
+    def last(self, before: Seq, passing: Passing | None = None, since: Seq | None = None) -> Seq | None:
+        """The largest before ``before``, but for those in ``passing`` or before ``since``."""
+        items, live = self._items, self._live
+        low = self._head if since is None else bisect_left(items, since, self._head)
+        for at in range(bisect_left(items, before, self._head) - 1, low - 1, -1):
+            if items[at] in live and (passing is None or items[at][1] not in passing):
+                return items[at]
+        return None
 
 
 class PendingOrder:
@@ -163,12 +168,26 @@ class PendingOrder:
                 first = self._first_of((self._under, path), before=seq)
             if first is not None:
                 return first
-        if op.commit:
-            first = self._first_of((self._under, op.below), before=seq, passing=passing)
-            if first is None and op.target is not None:
-                places = (self._under, op.target), (self._at, op.target)
-                first = self._first_of(*places, before=seq, passing=passing)
-            return first
+        return self._commit_blocker(seq, op, passing) if op.commit else None
+
+    def _commit_blocker(self, seq: Seq, op: Op, passing: Passing | None) -> bytes | None:
+        """The last of all that a commit operation waits for.
+
+        They land about in order, and each removal in a directory is a commit operation: if all waited for the first,
+        each landing would look at all of them.
+        """
+        places = [(self._under, op.below)]
+        if op.target is not None:
+            places += [(self._under, op.target), (self._at, op.target)]
+        for table, path in places:
+            queue, place = table.get(path), (id(table), path)
+            if queue is None:
+                continue
+            last = queue.last(seq, passing, None if passing is None else passing.hints.get(place))
+            if last is not None:
+                return last[1]
+            if passing is not None:
+                passing.hints[place] = seq  # what came before it is passed for good
         return None
 
     def op(self, key: bytes) -> Op | None:
@@ -243,17 +262,10 @@ class PendingOrder:
             if not names:
                 return
 
-    def _first_of(
-        self, *places: tuple[dict[bytes, _Queue], bytes], before: Seq | None, passing: Passing | None = None
-    ) -> bytes | None:
+    def _first_of(self, *places: tuple[dict[bytes, _Queue], bytes], before: Seq | None) -> bytes | None:
         for table, path in places:
             queue = table.get(path)
-            if queue is None:
-                continue
-            place = (id(table), path)
-            first = queue.first(passing, passing.hints.get(place) if passing is not None else None)
-            if first is not None and passing is not None:
-                passing.hints[place] = first  # what came before it is passed for good
+            first = queue.first() if queue is not None else None
             if first is not None and (before is None or first < before):
                 return first[1]
         return None

@@ -95,8 +95,9 @@ def test_a_commit_file_waits_for_a_lost_or_refused_member_and_passes_other_files
 def test_a_commit_file_of_unknown_members_passes_nothing_beside_it(queue: Queue) -> None:
     queue.lost.add(b"s/other")
     lost = queue.add(OpKind.PUT, b"s/other", size=1)
-    assert queue.waits.blocker(queue.commit(b"s/.metadata")) == lost
-    assert queue.waits.blocker(queue.commit(b"s/trainer_state.json")) == lost
+    commit = queue.commit(b"s/.metadata")
+    assert queue.waits.blocker(commit) == lost
+    assert queue.waits.blocker(queue.commit(b"s/trainer_state.json")) == commit
     assert queue.waits.blocker(queue.commit(b"t/.metadata")) is None
 
 
