@@ -111,9 +111,9 @@ class Daemon:
         """A mount that never answered leaves nothing behind: neither an etcd member of its own nor a tmpfs."""
         if self.etcd is not None and self.etcd.pid is not None:
             os.kill(self.etcd.pid, signal.SIGTERM)
-        self.staging.close()
         _remove_tree(self.staging.directory)
         tmpfs.release(self.options)
+        self.staging.close()
 
     async def _run(self) -> int:
         async with trio.open_nursery() as services:
@@ -312,17 +312,27 @@ class Daemon:
         self._needed_by = sorted(catalogue.view.lives)
 
     async def _end(self, catalogue: Catalogue) -> None:
-        """After the unmount: with nothing left, the fast tiers are given back; else they are kept for recovery."""
-        self.staging.close()
+        """After the unmount: with nothing left, the fast tiers are given back; else they are kept for recovery.
+
+        Until they are, this daemon is registered and has their lock: a mount of the same place waits for it. One that
+        came in between would lose its files to the removal.
+        """
         if self.serving.retired:
+            self.staging.close()
             return
         if not fuse_mount.device(self.options.mountpoint):
             unprotect(self.options.mountpoint)
-        clean = self.serving.exit_code == 0 and not self.staging.orphans()
-        self._registration.remove()
-        if not clean:
-            log.error("the end, with data that is not on the PFS: mount again with the same options to go on")
-            return
+        try:
+            if self.serving.exit_code == 0 and not self.staging.orphans():
+                await self._give_back(catalogue)
+                log.info("the end: everything is on the PFS")
+            else:
+                log.error("the end, with data that is not on the PFS: mount again with the same options to go on")
+        finally:
+            self.staging.close()
+            self._registration.remove()
+
+    async def _give_back(self, catalogue: Catalogue) -> None:
         if isinstance(catalogue, BuiltinCatalogue):
             catalogue.close()
         if self.etcd is not None and self._needed_by:
@@ -337,7 +347,6 @@ class Daemon:
             if own is not None:
                 _remove_tree(Path(own))
         tmpfs.release(self.options)
-        log.info("the end: everything is on the PFS")
 
 
 def _remove_tree(directory: Path) -> None:

@@ -7,6 +7,7 @@ Role: base layer. The daemon writes the entry when its mount answers and removes
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import msgspec
@@ -53,6 +54,11 @@ class Registration:
         return self._entry.exists()
 
     def remove(self) -> None:
-        """The mount is gone. Its records stay."""
-        self._entry.unlink(missing_ok=True)
-        self.socket.unlink(missing_ok=True)
+        """The mount is gone. Its records stay, and what another daemon has registered since."""
+        try:
+            is_ours = json.loads(self._entry.read_bytes()).get("pid") == os.getpid()
+        except (OSError, ValueError):
+            return  # ``umount --abandon`` has taken it away
+        if is_ours:
+            self._entry.unlink(missing_ok=True)
+            self.socket.unlink(missing_ok=True)

@@ -162,7 +162,8 @@ def _connect(entry: Entry, silence_s: float) -> socket.socket:
             connection.connect(entry.socket)
         except (ConnectionRefusedError, FileNotFoundError):
             connection.close()
-            if time.monotonic() > deadline_s or not is_supervised(entry) or _given_up(entry):
+            no_more = _said(entry).get("phase") in ("failed", "ended")
+            if time.monotonic() > deadline_s or not is_supervised(entry) or no_more:
                 raise dead(entry.mountpoint, entry) from None
             time.sleep(RETRY_S)
         except OSError as error:
@@ -237,11 +238,16 @@ def dead(mountpoint: str, entry: Entry | None) -> DeadDaemonError:
 
 def _given_up(entry: Entry) -> str:
     """Why the supervisor of a mount has given up starting daemons; the empty string when it has not."""
-    try:
-        said = supervisor.ask(supervisor_socket(entry), "status", timeout_s=1.0)
-    except (OSError, ValueError):
-        return ""
+    said = _said(entry)
     return reason_of(entry, said) if said.get("phase") == "failed" else ""
+
+
+def _said(entry: Entry) -> Mapping[str, object]:
+    """What the supervisor of a mount says of it; nothing when it does not answer."""
+    try:
+        return supervisor.ask(supervisor_socket(entry), "status", timeout_s=1.0)
+    except (OSError, ValueError):
+        return {}
 
 
 def reason_of(entry: Entry, said: Mapping[str, object]) -> str:

@@ -160,6 +160,8 @@ def _collect(path: str | None) -> list[Report]:
         if not entry.device and mounts.is_alive(entry.pid):
             try:
                 reports.append(_ask(entry, None))
+            except client.EndedError:
+                continue  # it has drained everything, and gives back what it had
             except CacheXError as error:
                 reports.append(Report(entry.mountpoint, None, {}, str(error)))
     if not reports:

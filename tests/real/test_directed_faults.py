@@ -11,10 +11,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from real_support import COMMIT, PfsWatcher, Template, pfs_away, raises_errno, until, until_stage
+from real_support import COMMIT, WAIT_TIMEOUT_S, PfsWatcher, Template, pfs_away, raises_errno, until, until_stage
 
+from cachexfs.demo import control
 from cachexfs.demo.cluster import LocalCluster
 from cachexfs.demo.control import xattr
+from cachexfs.errors import EXIT_CANNOT_TELL
 
 MakeCluster = Callable[..., LocalCluster]
 Templates = tuple[Template, Template]
@@ -102,6 +104,49 @@ def test_status_shows_what_a_detached_mount_still_drains(make_cluster: MakeClust
     cluster.mount()
     until_stage(mount / "f", "pfs")
     assert cluster.run(0, "status").code == 0
+
+
+#: Before a daemon's Python path: at its end it waits, while there is a file, before it removes what it had.
+SLOW_END = """
+import sys
+if "cachexfs.daemon" in sys.orig_argv:
+    import os, time
+    from pathlib import Path
+    found, orders = Path.rglob, Path(os.environ["SLOW_END"])
+    def rglob(self, pattern):
+        if sys._getframe(1).f_code.co_name == "_remove_tree":
+            (orders / "ending").touch()
+            while (orders / "hold").exists():
+                time.sleep(0.005)
+        return found(self, pattern)
+    Path.rglob = rglob
+"""
+
+
+@pytest.mark.parametrize("supervisor", ["on", "off"])
+def test_a_mount_waits_while_the_one_before_removes_what_it_had(
+    make_cluster: MakeCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, supervisor: str
+) -> None:
+    """It was let in between, and then its own files were removed."""
+    (tmp_path / "sitecustomize.py").write_text(SLOW_END)
+    monkeypatch.setenv("SLOW_END", str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ.get('PYTHONPATH', Path(__file__).parents[2])}")
+    cluster = make_cluster(1, {"fsync": "returned", "supervisor": supervisor})
+    mount = cluster.nodes[0].mountpoint
+    (mount / "before").write_bytes(b"1")
+    (tmp_path / "hold").touch()
+    cluster.detach(0)
+    until("the daemon is at its end", (tmp_path / "ending").exists)
+    assert control.registered(cluster.nodes[0].runtime) is not None, "nobody would wait for it"
+    assert cluster.run(0, "status").code == EXIT_CANNOT_TELL  # there is no mount
+    with cluster.start(0, *cluster.mount_arguments(0)) as process:
+        (tmp_path / "hold").unlink()
+        said = process.communicate(timeout=WAIT_TIMEOUT_S)
+    assert process.returncode == 0, said
+    (mount / "after").write_bytes(b"2")
+    assert sorted(os.listdir(mount)) == ["after", "before"]
+    cluster.umount()
+    assert [(cluster.pfs / name).read_bytes() for name in ("before", "after")] == [b"1", b"2"]
 
 
 @pytest.mark.parametrize("modules", [("cachexfs.supervisor",), ("cachexfs.supervisor", "cachexfs.daemon")])
