@@ -144,12 +144,12 @@ def test_a_file_that_nobody_has_any_more_is_named_and_its_checkpoint_not_restart
         assert cluster.run(survivor, "latest", str(mounts[survivor])).code == EXIT_NO
 
 
-@pytest.mark.parametrize("victim", [0, 1, 2])
+@pytest.mark.parametrize(("victim", "node_timeout"), [(0, "2"), (1, "10"), (2, "2")])
 def test_a_killed_daemon_comes_back_with_what_was_claimed(
-    make_cluster: Callable[..., LocalCluster], victim: int
+    make_cluster: Callable[..., LocalCluster], victim: int, node_timeout: str
 ) -> None:
     """kill -9 under writers on all nodes, remount: every claim read before the kill holds on every node."""
-    cluster = make_cluster(3)
+    cluster = make_cluster(3, {"node_timeout": node_timeout})
     mounts = [node.mountpoint for node in cluster.nodes]
     claims: dict[str, tuple[str, bytes]] = {}
     stop = threading.Event()
