@@ -340,13 +340,20 @@ OWN_FILE = (
 
 
 @pytest.mark.parametrize(
-    "change",
-    ["printf x > {}", ": > {}", "printf x >> {}", "truncate -s 1 {}", 'rm {} && python3 -c "' + OWN_FILE + '"'],
-    ids=["write", "open", "append", "truncate", "own"],
+    ("change", "before"),
+    [
+        ("printf x > {}", b"something"),
+        (": > {}", b"something"),
+        (": > {}", b""),
+        ("printf x >> {}", b"something"),
+        ("truncate -s 1 {}", b"something"),
+        ('rm {} && python3 -c "' + OWN_FILE + '"', b"something"),
+    ],
+    ids=["write", "open", "open-empty", "append", "truncate", "own"],
 )
-def test_a_change_by_others_takes_the_set_id_bits_away(open_to_all: Path, change: str) -> None:
+def test_a_change_by_others_takes_the_set_id_bits_away(open_to_all: Path, change: str, before: bytes) -> None:
     path = open_to_all / "f"
-    path.write_bytes(b"something")
+    path.write_bytes(before)
     path.chmod(0o6777)
     subprocess.run(
         ["/bin/sh", "-c", change.replace("{}", str(path))], user=65534, group=65534, extra_groups=(), check=True

@@ -284,7 +284,8 @@ class Client:
 
     async def close(self, life: Life, of: OpenFile) -> None:
         """close(2): returns after FLUSH, RELEASE comes some time later."""
-        await self.step(self.tree, lambda fs: fs.flush(of.handle), life=life)
+        # What NVMe does not sync is an error, and published as soon as it does: here it is shown all the same.
+        await self.step(self.tree, lambda fs: fs.flush(of.handle), *self.no_room(), life=life)
         if of not in self.world.kernel.opens:
             raise Killed
         self.world.kernel.closed(of)

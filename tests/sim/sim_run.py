@@ -40,15 +40,17 @@ class _Wait(BaseException):
 @contextmanager
 def inline_threads(seed: int) -> Iterator[None]:
     """No threads, which a mock clock does not see, and a scheduler that the seed decides."""
-    answers: dict[object, object] = {}
+    answers: dict[object, object] = {}  # of the call that runs
 
     async def run_sync(function: Callable[..., T], *args: object, **options: object) -> T:
-        answers.clear()
+        nonlocal answers
+        known: dict[object, object] = {}
         while True:
+            answers = known
             try:
                 return function(*args)
             except _Wait as wait:
-                answers[wait.args_] = await wait.function(*wait.args_)
+                known[wait.args_] = await wait.function(*wait.args_)
 
     def from_thread(function: Callable[..., Awaitable[T]], *args: object) -> T:
         if args not in answers:
