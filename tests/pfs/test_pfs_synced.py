@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -70,7 +70,7 @@ class Watch:
 
 
 @pytest.fixture
-def watch(pfs_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Watch]:
+def watch(pfs_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Watch:
     (pfs_dir / "d/empty").mkdir(parents=True)
     (pfs_dir / "e").mkdir()
     (pfs_dir / "d/file").write_bytes(b"x")
@@ -84,7 +84,7 @@ def watch(pfs_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Watch]:
         watch.fsync(fd)
 
     monkeypatch.setattr(os, "fsync", seen)
-    yield watch
+    return watch
 
 
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change[0])
@@ -108,7 +108,7 @@ def test_every_directory_that_a_change_touches_is_synced_after_it(
 
 
 def test_the_watch_sees_a_directory_that_was_not_synced(watch: Watch, monkeypatch: pytest.MonkeyPatch) -> None:
-    nothing: Callable[[int], None] = lambda fd: None
-    monkeypatch.setattr(pfs_names, "fsync_dir", nothing)
-    pfs_names.run(Context(os.fsencode(watch.root), None, "nonce", Noted(), {}), "unhide", b"d/back", b"old", None, -1)  # type: ignore[arg-type]
+    monkeypatch.setattr(pfs_names, "fsync_dir", abs)
+    context = Context(os.fsencode(watch.root), None, "nonce", Noted(), {})  # type: ignore[arg-type]
+    pfs_names.run(context, "unhide", b"d/back", b"old", None, -1)
     assert set(watch.unsynced()) == {watch.root / "d", watch.root / ".cachexfs/held"}
