@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import trio
@@ -29,11 +30,13 @@ ETCD_MEMBERS_MAX = 3
 
 
 async def start_catalogue(
-    options: MountOptions, staging: Path, services: trio.Nursery, on_member: Callable[[EtcdServer], None]
-) -> Catalogue:
+    options: MountOptions, staging: Path, services: trio.Nursery, on_member: Callable[[EtcdServer], None],
+    *, follows: bool = False,
+) -> Catalogue:  # fmt: skip
     """The catalogue of this mount, followed by a task of ``services``.
 
-    ``on_member`` gets this node's etcd member, if it has one, before it is started.
+    ``on_member`` gets this node's etcd member, if it has one, before it is started. ``follows``: another daemon has
+    served this mount, so this one goes on although NVMe takes no writes any more: without a member of its own.
     Raises ``UsageError`` (secret, no etcd, a second daemon), ``CatalogueUnavailableError`` when no majority answers.
     """
     if options.alone:
@@ -44,7 +47,14 @@ async def start_catalogue(
     assert options.nvme_directory is not None
     own = next(n for n in options.nodes if n.name == options.node)
     directory = Path(options.nvme_directory)
-    tls = JobAuthority(secret, options.job).issue(directory / "tls", options.node, [own.host])
+    authority = JobAuthority(secret, options.job)
+    try:
+        tls = authority.issue(directory / "tls", options.node, [own.host])
+    except OSError as error:
+        if not follows:
+            raise
+        log.error("NVMe takes no writes: %s", error)
+        tls = authority.issue(staging / "tls", options.node, [own.host])
     if options.catalogue:
         endpoints = [_endpoint(text) for text in options.catalogue]
         context, operations = None, 128
@@ -53,7 +63,8 @@ async def start_catalogue(
         if options.node in [m.name for m in members]:
             server = EtcdServer(members, options.node, directory / "etcd", options.job, tls)
             on_member(server)
-            await services.start(server.run, lambda text: log.error("%s", text))
+            run = partial(server.run, is_needed=not follows)
+            await services.start(run, lambda text: log.error("%s", text))
         turn = [n.name for n in options.nodes].index(options.node) % len(members)
         members = sorted(members[turn:] + members[:turn], key=lambda m: m.name != options.node)
         endpoints = [Endpoint(m.host, m.client_port) for m in members]

@@ -119,12 +119,15 @@ class Daemon:
         async with trio.open_nursery() as services:
             if self.supervisor is not None:
                 services.start_soon(self.serving.follow, self.supervisor)
-            catalogue = await start_catalogue(self.options, self.staging.directory, services, self._has_member)
+            follows = succession.is_one(self.supervisor)
+            catalogue = await start_catalogue(
+                self.options, self.staging.directory, services, self._has_member, follows=follows
+            )
             node = Node(self.options, self.options.node, catalogue, self.staging, self.clock, digest_file)
             await self._start_pfs(services, node)
             store = await self._start_replicas(node)
             self._is_new = catalogue.view.inode(ROOT_FID) is None
-            if self._is_new and succession.is_one(self.supervisor):
+            if self._is_new and follows:
                 raise succession.catalogue_is_gone(self.options)
             await self._register(node, catalogue)
             parts = self._build(node, catalogue)
@@ -212,8 +215,20 @@ class Daemon:
         if self.options.nvme_directory is None:
             return None
         directory = Path(self.options.nvme_directory) / "replicas"
-        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        store = await ReplicaStore.open(str(directory))
+        try:
+            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            store = await ReplicaStore.open(str(directory))
+        except OSError as error:
+            if not succession.is_one(self.supervisor):
+                raise
+            node.errors["nvme"] = (
+                f"NVMe takes no writes ({error}): this node holds no new replicas for others; what it has is read"
+            )
+            log.error("%s", node.errors["nvme"])
+            try:
+                store = ReplicaStore.inspect_blocking(str(directory))
+            except OSError:
+                return None  # others do not reach this node then, its own applications do
         node.replicas = HeldReplicas(store)
         return store
 

@@ -6,12 +6,15 @@ been deleted. Called by ``daemon`` before it opens anything. No concurrency.
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 from cachexfs.adapters import journal_file, replica_store, staging
 from cachexfs.config import MountOptions
 from cachexfs.errors import CannotTellError
 from cachexfs.supervisor.client import Supervisor
+
+log = logging.getLogger(__name__)
 
 #: In the staging directory: which mount behind a supervisor uses it.
 TOKEN = "mount-id"
@@ -46,7 +49,10 @@ def check(directory: Path, options: MountOptions, supervisor: Supervisor | None)
     if options.nvme_directory is not None:
         locks.append(Path(options.nvme_directory) / "replicas" / replica_store.LOCK)
     for lock in locks:
-        lock.unlink(missing_ok=True)
+        try:
+            lock.unlink(missing_ok=True)
+        except OSError as error:  # NVMe is read-only: the daemon before is almost always dead, its lock free
+            log.warning("a lock of the daemon before stays: %s", error)
 
 
 def catalogue_is_gone(options: MountOptions) -> CannotTellError:

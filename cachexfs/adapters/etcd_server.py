@@ -98,7 +98,7 @@ class EtcdServer:
         """Process id of the running member, None when there is none."""
         try:
             process = msgspec.json.decode(self._pid_path.read_bytes(), type=_Process)
-        except (FileNotFoundError, msgspec.DecodeError):
+        except (OSError, msgspec.DecodeError):  # it never ran, or NVMe fails: then its writes fail, too, and end it
             return None
         return process.pid if _identity(process.pid) == process else None
 
@@ -110,7 +110,10 @@ class EtcdServer:
         ``NotAdmittedError`` when a cluster that goes on without it does not take it back yet.
         """
         async with self._lock:  # against ``run``, which starts what has ended
-            return await self._start(force_new_cluster=force_new_cluster)
+            try:
+                return await self._start(force_new_cluster=force_new_cluster)
+            except OSError as error:
+                raise CannotTellError(f"this node's etcd member cannot be started: {error}") from error
 
     async def _start(self, *, force_new_cluster: bool) -> bool:
         if force_new_cluster:
@@ -141,20 +144,26 @@ class EtcdServer:
                 os.kill(pid, number)
             with trio.move_on_after(STOP_TIMEOUT_S):
                 await self._wait_end(pid)
-        self._pid_path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # NVMe fails: nobody has that process id any more, or not this identity
+            self._pid_path.unlink(missing_ok=True)
 
     async def run(
         self,
         report: Callable[[str], None],
         task_status: trio.TaskStatus[bool] = trio.TASK_STATUS_IGNORED,
+        *,
+        is_needed: bool = True,
     ) -> None:
         """Start the member (the status is whether it was running), then start it again whenever it has died.
 
-        Each failure is told to ``report``. Cancelling leaves the member running.
+        Each failure is told to ``report``, but ``CannotTellError`` of the first start is raised where the member
+        ``is_needed``. Cancelling leaves the member running.
         """
         try:
             adopted = await self.start()
-        except NotAdmittedError as error:  # the catalogue works without this member
+        except CannotTellError as error:  # the catalogue works without this member
+            if is_needed and not isinstance(error, NotAdmittedError):
+                raise
             report(str(error))
             adopted = False
         task_status.started(adopted)
