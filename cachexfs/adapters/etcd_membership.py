@@ -114,8 +114,9 @@ class Membership:
         """Whether this node has taken part in the job; None when none of the others knows a majority."""
         known: list[bool] = []
 
-        async def ask(endpoint: Endpoint) -> None:
-            client = self._client(endpoint)
+        clients = [self._client(endpoint) for endpoint in self._others]  # raises OSError, not a group of them
+
+        async def ask(client: EtcdClient) -> None:
             try:
                 fence = await client.call("/v3/kv/range", {"key": self._fence}, RangeAnswer)
                 known.append(bool(fence.kvs))
@@ -127,8 +128,8 @@ class Membership:
                     await client.aclose()
 
         async with trio.open_nursery() as nursery:
-            for endpoint in self._others:
-                nursery.start_soon(ask, endpoint)
+            for client in clients:
+                nursery.start_soon(ask, client)
         return known[0] if known else None
 
     async def _apply(self, client: EtcdClient, *, has_data: bool, is_known: bool) -> Standing:
