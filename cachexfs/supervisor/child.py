@@ -66,8 +66,8 @@ class Process:
         if self._process.returncode is None:
             try:
                 os.killpg(self.pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
+            except OSError:
+                pass  # none is left; EPERM: it has become somebody else
 
     def reap(self) -> int:
         """Kill what is left of the group and collect the exit code; call it when the leader has exited."""
@@ -129,8 +129,8 @@ def spawn(program: Program, variables: Mapping[str, str], fds: Sequence[int]) ->
     which becomes the program.
     """
     process = subprocess.Popen(
-        (*_BECOME, *program.argv), env={**program.environment, **variables}, pass_fds=tuple(fds),
-        stdin=subprocess.DEVNULL, start_new_session=True,
+        (*_BECOME, *program.argv), pass_fds=tuple(fds), stdin=subprocess.DEVNULL, start_new_session=True,
+        env={**program.environment, **variables, messages.ENV_VERSION: messages.VERSION},
     )  # fmt: skip
     try:
         # The supervisor may be spared by the out-of-memory killer; the daemon, which can be replaced, is not.

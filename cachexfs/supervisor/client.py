@@ -74,6 +74,9 @@ class Supervisor:
         mount_id = env.pop(messages.ENV_MOUNT_ID, "")
         mountpoint = env.pop(messages.ENV_MOUNTPOINT, "")
         standby = env.pop(messages.ENV_STANDBY_FD, "")
+        version = env.pop(messages.ENV_VERSION, "")
+        if (standby or raw[0]) and version != messages.VERSION:
+            raise messages.MalformedError("the mount's supervisor is of another version")
         if standby.isdigit():
             fds, passthrough = _wait_for_handover(int(standby))
         elif not raw[0]:

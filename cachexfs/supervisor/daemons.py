@@ -6,12 +6,14 @@ Concurrency: the supervisor's one thread. Called by ``run`` and, for INIT, by th
 
 from __future__ import annotations
 
+import errno
 import os
 import secrets
 import select
 import signal
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Protocol
 
 from . import messages
@@ -30,6 +32,8 @@ from .standby import Ahead
 _STABLE_S = 5.0
 #: When the next standby is started after one died. Seconds.
 _STANDBY_AGAIN_S = 30.0
+#: The machine has too little of something just now: applications wait, as at a death by SIGKILL.
+_SCARCE = (errno.EAGAIN, errno.ENOMEM, errno.ENFILE, errno.EMFILE)
 
 
 class Owner(Protocol):
@@ -71,6 +75,8 @@ class Daemons:
         self._answered_at_start = 0
         self._served_s = 0.0
         self._kill_reason = ""
+        self._is_hung = False
+        self._is_memory_anothers = False  # a daemon that did not die has it
 
     # -- start ------------------------------------------------------------------------------------------
 
@@ -89,11 +95,15 @@ class Daemons:
         self._control.no_passthrough = why
         replays, handles = self._pump.pending.described(), self._session.handles()
         state = messages.pack_state(life.life, replays, handles, has_served=life.has_served)
+        standby = self.ahead.take()
         try:
+            self._renew_memory()
             payloads_fd = self._pump.pending.memory.fd
-            child = Child(self.program, state, payloads_fd, passthrough=not why, standby=self.ahead.take())
+            child = Child(self.program, state, payloads_fd, passthrough=not why, standby=standby)
         except OSError as error:
-            self.failed(f"cannot run {self.program.argv[0]}: {error.strerror}")
+            if standby is not None:
+                standby.discard()
+            self.failed(f"cannot run {self.program.argv[0]}: {error.strerror}", is_passing=error.errno in _SCARCE)
             return
         self.child = child
         self._epoll.register(child.control.fileno(), select.EPOLLIN)
@@ -166,22 +176,32 @@ class Daemons:
         else:
             code = -signal.SIGKILL
             self.killed.add(child)
-            self._pump.pending.withdraw_slots()
+            self._is_memory_anothers = True
+            with suppress(OSError):  # again before the next one starts
+                self._renew_memory()
         self.child = None
         self._is_retire_due = False
+        if self._is_hung:  # only now: nothing may be failed while somebody could still do it
+            self._is_hung = False
+            self.blame.daemon_ended(HANG_WEIGHT)
         self._backings.daemon_gone()
         deadlines.pop("exit", None)
         deadlines.pop("killed", None)
         return code
 
+    def _renew_memory(self) -> None:
+        if self._is_memory_anothers:
+            self._pump.renew_memory()
+            self._is_memory_anothers = False
+
     def died(self, pid: int, code: int) -> None:
         """One has ended unasked."""
         if code != -signal.SIGKILL and not self._had_progress():
             self.blame.daemon_ended()
-        was_killed = code == -signal.SIGKILL and not self._kill_reason
-        self.failed(f"daemon {pid} ended with {_say_exit(code)}", was_killed=was_killed)
+        is_passing = code == -signal.SIGKILL and not self._kill_reason
+        self.failed(f"daemon {pid} ended with {_say_exit(code)}", is_passing=is_passing)
 
-    def failed(self, why: str, *, was_killed: bool = False) -> None:
+    def failed(self, why: str, *, is_passing: bool = False) -> None:
         """One could not be started or has died: the next one after a while, or none any more."""
         life = self._life
         had_progress = self._had_progress()
@@ -192,7 +212,7 @@ class Daemons:
             why = f"the new program was not taken: {why}"
             self.swaps_refused += 1
             self._go_back(self._program_before)
-        if life.failed(why, had_progress=had_progress, now=time.monotonic(), was_killed=was_killed) is Phase.FAILED:
+        if life.failed(why, had_progress=had_progress, now=time.monotonic(), was_killed=is_passing) is Phase.FAILED:
             log(f"giving up after {life.failures} failures in a row: every request gets EIO")
             self._pump.fail_everything()
             self._owner.gave_up(why)
@@ -207,7 +227,7 @@ class Daemons:
         self._life.deadlines["look"] = time.monotonic() + self.blame.look_s
         why = self.blame.look(self._life.phase is Phase.SERVING, lambda: self.tell(Event.PULSE))
         if why:
-            self.blame.daemon_ended(HANG_WEIGHT)
+            self._is_hung = True
             self.kill(f"{why}: the daemon hangs")
 
     # -- another one ------------------------------------------------------------------------------------
@@ -248,14 +268,17 @@ class Daemons:
 
     def ahead_said(self) -> None:
         """The one that waits has said so, or is ending."""
-        if self.ahead.on_readable() and self._is_swap_wanted:
+        is_warm = self.ahead.on_readable()
+        if is_warm is False:
+            self.ahead_gone()
+        elif is_warm and self._is_swap_wanted:
             self._begin_swap()
 
     def ahead_gone(self) -> None:
-        """The one that waited has died."""
+        """The one that waited has died, or is of no use."""
         self.ahead.discard()
         self._life.deadlines["standby"] = time.monotonic() + _STANDBY_AGAIN_S
-        self.swap_failed("it ended while starting")
+        self.swap_failed("it ended while starting, or is of another version")
 
     def swap_failed(self, why: str) -> None:
         """The one that was to take over cannot."""

@@ -22,10 +22,13 @@ ENV_FDS = (ENV_FUSE_FD, ENV_CONTROL_FD, ENV_EVENTS_FD, ENV_STATE_FD, ENV_PAYLOAD
 #: A process that is started ahead has this one instead, and gets the five over it.
 ENV_STANDBY_FD = "CACHEXFS_STANDBY_FD"
 ENV_MOUNT_ID = "CACHEXFS_MOUNT_ID"
+#: ``VERSION``, so that a daemon of another one ends before it has said that it could serve.
+ENV_VERSION = "CACHEXFS_SUPERVISOR_VERSION"
 ENV_PASSTHROUGH = "CACHEXFS_PASSTHROUGH"
 ENV_MOUNTPOINT = "CACHEXFS_MOUNTPOINT"
 
 MAGIC = 0x43585333  # "CXS3": another number when anything here changes, for a supervisor outlives an upgrade
+VERSION = f"{MAGIC:x}"
 NAME_BYTES_MAX = 255
 
 

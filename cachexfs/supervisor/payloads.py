@@ -4,7 +4,7 @@ Role: a large WRITE is read from the device into a *slot* of this memory. A daem
 gets the request with a ``REFERENCE`` in place of the bytes, and its handler writes them from there; for any other
 daemon, and for the one after it, they are all still there. Daemons can only read it.
 Concurrency: ``PayloadMemory`` is the supervisor's, of its one thread; ``SharedPayloads`` the daemon's. A slot is the
-daemon's until it has answered.
+daemon's until it has answered or is dead; one that does not die keeps all of the memory, and the next gets another.
 """
 
 from __future__ import annotations
@@ -45,7 +45,6 @@ class PayloadMemory:
         self._views = [whole[at : at + SLOT_BYTES] for at in range(0, size, SLOT_BYTES)]
         self._free = list(range(count))[::-1]
         self._used: set[int] = set()
-        self._withdrawn: set[int] = set()
 
     @property
     def is_exhausted(self) -> bool:
@@ -62,20 +61,18 @@ class PayloadMemory:
 
     def give(self, slot: int) -> None:
         """A slot is not needed any more."""
-        if slot in self._withdrawn:
-            return
         self._free.append(slot)
         if len(self._used) > KEPT_SLOTS:
             self._used.discard(slot)
             self._map.madvise(mmap.MADV_REMOVE, slot * SLOT_BYTES, SLOT_BYTES)
 
-    def withdraw(self, slot: int) -> None:
-        """A daemon that does not die may still read a slot that is in use now: nothing else ever lies there."""
-        self._withdrawn.add(slot)
-
     def view(self, slot: int) -> memoryview:
         """The memory of a slot."""
         return self._views[slot]
+
+    def close(self) -> None:
+        """Leave it to the daemons that still have it; it must not be used any more."""
+        os.close(self.fd)
 
 
 def referring(head: bytes, slot: int, length: int) -> bytes:

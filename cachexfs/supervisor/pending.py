@@ -17,12 +17,16 @@ from .replay import PID_MAX, REQUEST_ID_MAX, TABLE, Rule, describe
 PENDING_BYTES_MAX = 640 << 20
 
 
+def _memory() -> PayloadMemory:
+    return PayloadMemory(PENDING_BYTES_MAX // SLOT_BYTES + 2)
+
+
 class Pending:
     """Unanswered requests by the kernel's number (``unique``)."""
 
     def __init__(self) -> None:
         #: Where the bytes of large writes lie; one slot is the next request's.
-        self.memory = PayloadMemory(PENDING_BYTES_MAX // SLOT_BYTES + 2)
+        self.memory = _memory()
         self._requests: dict[int, bytes] = {}
         self._payloads: dict[int, tuple[int, int]] = {}
         self._ids: dict[int, int] = {}
@@ -82,10 +86,20 @@ class Pending:
         self._ids[unique] = request_id
         wire.put_u32(view, wire.IN_PID_OFFSET, request_id)
 
-    def withdraw_slots(self) -> None:
-        """A daemon that does not die may still read what is held now."""
-        for slot, _ in self._payloads.values():
-            self.memory.withdraw(slot)
+    def renew_memory(self) -> None:
+        """The bytes move to other memory: a daemon that does not die may read the old one at any time.
+
+        ``OSError``: there is none, and nothing has changed.
+        """
+        old, new = self.memory, _memory()
+        moved = {}
+        for unique, (slot, length) in self._payloads.items():
+            place = new.take()
+            assert place is not None  # there are as many
+            new.view(place)[:length] = old.view(slot)[:length]
+            moved[unique] = place, length
+        self.memory, self._payloads = new, moved
+        old.close()
 
     def repeatable(self) -> list[bytes | int]:
         """What the next daemon is given again, oldest first: a message, or the number of a large WRITE."""

@@ -31,6 +31,8 @@ _REPLY_BYTES = 2 << 20
 #: Replies that are taken from a dead daemon: more than its socket holds.
 _LAST_REPLIES_MAX = 1 << 16
 _AGAIN = (errno.EAGAIN, errno.EINTR, errno.ENOENT)
+#: The pages of a slot could not be had. The connection goes on.
+_SCARCE = (errno.ENOMEM, errno.EFAULT)
 _STREAMED = (wire.READ, wire.WRITE)
 _FILE_OPENS = (wire.OPEN, wire.CREATE, wire.TMPFILE)
 #: The kernel asks for it before every buffered or passed-through write. The mount is nosuid and no daemon keeps
@@ -177,6 +179,11 @@ class Pump:
         self._is_open_for_requests = True
         self.flush()
 
+    def renew_memory(self) -> None:
+        """Large writes lie elsewhere from now on; no daemon is attached. ``OSError``: as before."""
+        self.pending.renew_memory()
+        self._slot = None
+
     def pause(self) -> None:
         """Take no more requests from the kernel; answers still pass."""
         self._is_open_for_requests = False
@@ -196,7 +203,10 @@ class Pump:
         try:
             size = os.readv(self._device, (head, payload))
         except OSError as error:
-            if error.errno not in _AGAIN:
+            if error.errno in _SCARCE:
+                self._refuse("a request for which there was no memory: the kernel has failed it")
+                time.sleep(_NO_MEMORY_S)
+            elif error.errno not in _AGAIN:
                 self.device_ended()
             return
         _, opcode, unique = wire.IN_HEAD.unpack_from(head)
@@ -322,12 +332,12 @@ class Pump:
             if unique == self._init_unique:
                 self._init_replied(view[:size], request)
                 return True
-            if not error_code or request[4] in (wire.RELEASE, wire.RELEASEDIR):
+            if (not error_code and length == size) or request[4] in (wire.RELEASE, wire.RELEASEDIR):
                 if request[4] in _FILE_OPENS:
                     self.before_open()
                 error_code = -self._session.replied(request, view[:size]) or error_code
                 if error_code and length != wire.OUT_HEADER.size:
-                    self._refuse("an open reply that is too short")
+                    self._refuse("an open reply of a wrong length, or of no file")
                     view = memoryview(bytearray(wire.error_reply(unique)))
                     length = size = wire.OUT_HEADER.size
         if length != size or not -_ERRNO_MAX <= error_code <= 0 or (error_code and size != 16):

@@ -145,7 +145,7 @@ class Session:
             self._released(opcode == wire.RELEASEDIR, wire.fh_of_release(request))
             return 0
         offset = wire.open_out_offset(opcode)
-        if len(reply) < offset + wire.OPEN_OUT.size:
+        if len(reply) != offset + wire.OPEN_OUT.size:
             return errno.EIO
         fh, fopen, _ = wire.OPEN_OUT.unpack_from(reply, offset)
         is_created = opcode in (wire.CREATE, wire.TMPFILE)

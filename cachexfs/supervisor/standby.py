@@ -29,12 +29,12 @@ class Standby(Process):
         self.handover.setblocking(False)
 
     def is_warm(self) -> bool | None:
-        """Whether it has said that it waits; False: it is ending. None: nothing is there to read."""
+        """Whether it has said that it waits; False: it is ending, or of another version. None: not yet."""
         try:
-            return bool(self.handover.recv(messages.MESSAGE_BYTES + 1))
+            return messages.unpack(self.handover.recv(messages.MESSAGE_BYTES + 1)).kind == messages.HANDOVER
         except BlockingIOError:
             return None
-        except OSError:
+        except (OSError, messages.MalformedError):
             return False
 
     def give(self, fds: Sequence[int], passthrough: bool) -> bool:
@@ -88,13 +88,13 @@ class Ahead:
             self._epoll.register(self.fd, select.EPOLLIN)
         return ""
 
-    def on_readable(self) -> bool:
-        """The standby said something, or is ending, or the event was an earlier one's: whether it is warm now."""
-        said = self._standby.is_warm() if self._standby is not None else False
+    def on_readable(self) -> bool | None:
+        """The standby said something: ``Standby.is_warm``. None, too, when the event was an earlier one's."""
+        said = self._standby.is_warm() if self._standby is not None else None
         if said is not None:
             self._unwatch()
             self.is_warm = said
-        return self.is_warm
+        return said
 
     def has_exited(self) -> bool:
         """Whether there is one that has ended; ``discard`` it then."""

@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 
 from cachexfs.config import MountOptions
-from cachexfs.supervisor.messages import ENV_STANDBY_FD
+from cachexfs.supervisor.messages import ENV_STANDBY_FD, ENV_VERSION, VERSION
 
 
 def test_the_daemon_loads_neither_torch_nor_numpy() -> None:
@@ -26,7 +26,7 @@ def test_a_process_that_was_started_ahead_of_a_mount_that_ends_says_nothing(tmp_
     places = {"staging": str(tmp_path), "runtime_dir": str(tmp_path)}
     options = MountOptions(pfs="/none", mountpoint="/none/mnt", memory=1 << 20, **places)
     (tmp_path / "options").write_bytes(msgspec.json.encode(options))
-    environment = {**os.environ, ENV_STANDBY_FD: str(theirs.fileno())}
+    environment = {**os.environ, ENV_STANDBY_FD: str(theirs.fileno()), ENV_VERSION: VERSION}
     with ours, theirs:
         process = subprocess.Popen(
             [sys.executable, "-m", "cachexfs.daemon", "--options", str(tmp_path / "options")],

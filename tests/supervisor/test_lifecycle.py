@@ -4,6 +4,7 @@ import errno
 import os
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import time
@@ -14,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from cachexfs.supervisor import wire
+from cachexfs.supervisor import client, messages, wire
 from cachexfs.supervisor.blame import Blame
 from cachexfs.supervisor.lifecycle import EXIT_CANNOT_TELL, EXIT_NOT_DURABLE, Lifecycle, Limits, Phase
 from cachexfs.supervisor.mount import Place, unmount
@@ -367,6 +368,37 @@ def test_an_upgrade_that_cannot_start_leaves_the_old_daemon(mount: Mount) -> Non
     assert (mount.point / "f").read_bytes() == b"x"
     assert mount.status()["failures_in_a_row"] == 0
     assert mount.umount() == 0
+
+
+def test_a_program_of_another_version_does_not_end_the_old_daemon(mount: Mount, tmp_path: Path) -> None:
+    """Whichever of the two is the older: one waits, and says so in its own words; the other ends by itself."""
+    mount.up("--standby")
+    pid = mount.daemon_pid()
+    program = tmp_path / "python"
+    said = struct.pack("<IIQq", messages.MAGIC - 1, messages.HANDOVER, 0, 0)
+    program.write_text(
+        f"#!{sys.executable}\nimport os, socket, time\n"
+        f"s = socket.socket(fileno=int(os.environ['{messages.ENV_STANDBY_FD}']))\ns.send({said!r})\ns.recv(1)\n"
+    )
+    program.chmod(0o755)
+    assert mount.ask(f"restart {program}") == {"said": "restarting"}
+    wait_until(lambda: "another version" in str(mount.status()["last_failure"]), "the upgrade is given up")
+    assert (mount.daemon_pid(), mount.status()["swaps_refused"]) == (pid, 1)
+    assert mount.umount() == 0
+
+
+def test_a_daemon_below_a_supervisor_of_another_version_ends_before_it_says_that_it_waits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours, theirs:
+        monkeypatch.setenv(messages.ENV_STANDBY_FD, str(theirs.fileno()))
+        monkeypatch.setenv(messages.ENV_VERSION, "43585332")
+        with pytest.raises(messages.MalformedError, match="another version"):
+            client.Supervisor.from_environ()
+        ours.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            ours.recv(1)
 
 
 def test_fusermount_mounts_and_unmounts(mount: Mount) -> None:

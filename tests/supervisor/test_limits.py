@@ -20,7 +20,7 @@ from cachexfs.supervisor import notifier, pending, wire
 from cachexfs.supervisor.client import Supervisor
 from cachexfs.supervisor.control import Control
 from cachexfs.supervisor.lifecycle import EXIT_CANNOT_TELL
-from cachexfs.supervisor.messages import ENV_STANDBY_FD, HANDOVER, Message, pack_state
+from cachexfs.supervisor.messages import ENV_STANDBY_FD, ENV_VERSION, HANDOVER, VERSION, Message, pack_state
 from cachexfs.supervisor.mount import MountError, Place, changeable_by_others, unmount
 from cachexfs.supervisor.mount import mount as raw_mount
 from cachexfs.supervisor.notifier import Notifier
@@ -268,6 +268,7 @@ def test_a_mount_that_is_given_before_it_is_asked_for_is_taken(monkeypatch: pyte
     socket.send_fds(ours, [Message(HANDOVER, value=1).pack()], fds)
     ours.close()
     theirs.setblocking(True)
+    monkeypatch.setenv(ENV_VERSION, VERSION)
     monkeypatch.setenv(ENV_STANDBY_FD, str(theirs.detach()))
     taken = Supervisor.from_environ()
     assert taken is not None

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import random
+import select
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from cachexfs.supervisor import payloads, wire
+from cachexfs.supervisor.daemons import Daemons
+from cachexfs.supervisor.lifecycle import Phase
+from cachexfs.supervisor.passthrough import Backings
 from cachexfs.supervisor.payloads import KEPT_SLOTS, REFERENCE, SLOT_BYTES, PayloadMemory, SharedPayloads, referring
 from cachexfs.supervisor.pending import Pending
+from cachexfs.supervisor.pump import Pump
+from cachexfs.supervisor.session import Session
 
 from .conftest import Mount
 
@@ -85,20 +94,63 @@ def test_what_a_burst_used_is_given_back() -> None:
     os.close(memory.fd)
 
 
-def test_what_a_daemon_that_does_not_die_may_read_is_not_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_daemon_that_does_not_die_keeps_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What comes later never lies where it may still read, and nothing of the memory is lost, however many hang."""
     monkeypatch.setattr("cachexfs.supervisor.pending.PENDING_BYTES_MAX", 2 * payloads.SLOT_BYTES)
     pending = Pending()
-    slots = []
     for unique in (2, 4):
         slot = pending.memory.take()
         assert slot is not None
+        pending.memory.view(slot)[:9] = b"content %d" % unique
         pending.add_write(unique, bytes(wire.WRITE_HEAD_BYTES), slot, 9)
-        slots.append(slot)
-        if unique == 2:
-            pending.withdraw_slots()
+    for _ in range(5):
+        seen = SharedPayloads(os.dup(pending.memory.fd))
+        before = [bytes(seen.of(REFERENCE.pack(at * SLOT_BYTES, 9))) for at in range(4)]
+        pending.renew_memory()
+        for unique in (2, 4):
+            write = pending.write(unique)
+            assert write is not None
+            assert bytes(pending.memory.view(write[1])[: write[2]]) == b"content %d" % unique
+        while (slot := pending.memory.take()) is not None:
+            pending.memory.view(slot)[:9] = b"of others"
+        assert [bytes(seen.of(REFERENCE.pack(at * SLOT_BYTES, 9))) for at in range(4)] == before
+        for slot in {0, 1, 2, 3} - {write[1] for u in (2, 4) if (write := pending.write(u))}:
+            pending.memory.give(slot)
     assert (pending.take(2), pending.take(4)) == (bytes(wire.WRITE_HEAD_BYTES),) * 2
-    left = [pending.memory.take() for _ in range(3)]
-    assert slots[1] in left
-    assert slots[0] not in left
-    assert pending.is_full, "nothing is free"
-    os.close(pending.memory.fd)
+    assert len([pending.memory.take() for _ in range(4)]) == 4
+    assert pending.memory.take() is None
+    pending.memory.close()
+
+
+def test_nothing_is_failed_while_a_daemon_may_still_do_it() -> None:
+    """A daemon that hangs is killed and buried first: its slots are free for others only then."""
+    done: list[str] = []
+    blame = SimpleNamespace(look_s=1.0, look=lambda *_: "hangs", daemon_ended=lambda *_: done.append("EIO"))
+    life = SimpleNamespace(deadlines={}, phase=Phase.SERVING)
+    daemons: Any = SimpleNamespace(_life=life, blame=blame, kill=lambda _: done.append("kill"), _is_hung=False)
+    Daemons.look(daemons)
+    assert (done, daemons._is_hung) == (["kill"], True)
+
+
+def test_a_slot_without_memory_does_not_end_the_mount(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, theirs = os.pipe()
+    with select.epoll() as epoll:
+        pump = Pump(ours, Session(Backings(ours, frozenset()), SLOT_BYTES, "off"), epoll)
+
+        def fails(fd: int, buffers: object) -> int:
+            raise OSError(errno.ENOMEM, "no memory")
+
+        monkeypatch.setattr("cachexfs.supervisor.pump.os.readv", fails)
+        pump.on_device()
+        assert (pump.is_ended, pump.refused) == (False, 1)
+        pump.pending.memory.close()
+    os.close(ours)
+    os.close(theirs)
+
+
+def test_an_open_reply_that_is_too_long_counts_no_handle() -> None:
+    session = Session(Backings(-1, frozenset()), SLOT_BYTES, "off")
+    request = wire.IN_HEADER.pack(48, wire.OPEN, 2, 5, 0, 0, 0, 0, 0) + wire.OPEN_IN.pack(0, 0)
+    reply = bytearray(wire.OUT_HEADER.pack(40, 0, 2) + wire.OPEN_OUT.pack(7, 0, 0) + bytes(8))
+    assert session.replied(request, memoryview(reply)) == errno.EIO
+    assert session.handle_count == 0
