@@ -229,16 +229,22 @@ def hanging(tmp_path: Path) -> Iterator[tuple[Path, Catch]]:
 def test_a_daemon_that_hangs_in_the_kernel_is_left_to_it(mount: Mount, tmp_path: Path) -> None:
     """A second mount that nobody serves makes the daemon hang in stat: not even SIGKILL ends it."""
     with hanging(tmp_path) as (trap, catch):
-        mount.up("--exit-timeout", "0.5", "--request-timeout", "1", hang=str(trap / "x"))
+        limits = ("--exit-timeout", "0.5", "--request-timeout", "1")
+        mount.up("--passthrough", "off", *limits, hang=str(trap / "x"))
+        data = os.urandom(3 << 20)
+        fd = os.open(mount.point / "f", os.O_CREAT | os.O_WRONLY)
         pid = mount.daemon_pid()
         with ThreadPoolExecutor() as pool:
             answer = pool.submit(os.path.exists, mount.point / "hang")
             catch(pid.__eq__)  # taken and never answered: the kernel now waits without listening to signals
+            written = pool.submit(os.pwrite, fd, data, 0)  # lies in the memory that the hanging one keeps
             assert answer.result(START_S_MAX) is False
+            assert written.result(START_S_MAX) == len(data)
         assert mount.daemon_pid() != pid
         assert "does not die" in mount.said()
         assert os.path.exists(f"/proc/{pid}")
-        (mount.point / "f").write_bytes(b"x")
+        assert (mount.root / "f").read_bytes() == data
+        os.close(fd)
     wait_until(lambda: not os.path.exists(f"/proc/{pid}"), "the old one is reaped when it ends at last")
     assert mount.umount() == 0
 

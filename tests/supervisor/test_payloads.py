@@ -6,6 +6,7 @@ import errno
 import os
 import random
 import select
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -94,10 +95,15 @@ def test_what_a_burst_used_is_given_back() -> None:
     os.close(memory.fd)
 
 
+def maps_of_payloads() -> int:
+    return Path("/proc/self/maps").read_text().count("cachexfs-payloads")
+
+
 def test_a_daemon_that_does_not_die_keeps_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """What comes later never lies where it may still read, and nothing of the memory is lost, however many hang."""
     monkeypatch.setattr("cachexfs.supervisor.pending.PENDING_BYTES_MAX", 2 * payloads.SLOT_BYTES)
     pending = Pending()
+    maps = maps_of_payloads()
     for unique in (2, 4):
         slot = pending.memory.take()
         assert slot is not None
@@ -117,8 +123,10 @@ def test_a_daemon_that_does_not_die_keeps_its_memory(monkeypatch: pytest.MonkeyP
         for slot in {0, 1, 2, 3} - {write[1] for u in (2, 4) if (write := pending.write(u))}:
             pending.memory.give(slot)
     assert (pending.take(2), pending.take(4)) == (bytes(wire.WRITE_HEAD_BYTES),) * 2
-    assert len([pending.memory.take() for _ in range(4)]) == 4
+    assert None not in [pending.memory.take() for _ in range(4)]
     assert pending.memory.take() is None
+    del seen
+    assert maps_of_payloads() == maps, "the supervisor keeps none of them"
     pending.memory.close()
 
 
