@@ -39,6 +39,9 @@ class PayloadMemory:
             self._map = mmap.mmap(fd, size)
             #: For daemons: opened for reading.
             self.fd = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:
+            what = f"{size >> 20} MiB of address space for what is written (ulimit -v, ulimit -f; /proc mounted?)"
+            raise OSError(error.errno, f"{what}: {error.strerror}") from error
         finally:
             os.close(fd)
         whole = memoryview(self._map)

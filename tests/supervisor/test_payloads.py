@@ -95,6 +95,15 @@ def test_what_a_burst_used_is_given_back() -> None:
     os.close(memory.fd)
 
 
+def test_a_limit_that_leaves_no_room_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(fd: int, size: int) -> None:
+        raise OSError(errno.EFBIG, "File too large")
+
+    monkeypatch.setattr("cachexfs.supervisor.payloads.os.ftruncate", fails)
+    with pytest.raises(OSError, match=r"ulimit -f.*File too large"):
+        PayloadMemory(2)
+
+
 def maps_of_payloads() -> int:
     return Path("/proc/self/maps").read_text().count("cachexfs-payloads")
 
