@@ -59,6 +59,7 @@ class Writing:
 
     async def _grow(self, vnode: Vnode, length: int) -> None:
         """Room for a write: in memory, else the file goes on on NVMe. Raises ENOSPC at ``full_timeout``."""
+        end_s = trio.current_time() + self.node.options.full_timeout_s
         while not await self._room(length):
             async with vnode.change_lock:
                 if self.node.staging.is_spilled(vnode.stage):
@@ -68,6 +69,9 @@ class Writing:
                 if await self.source.spill_own(vnode):
                     keep_last(vnode)
                     return
+            if trio.current_time() >= end_s:  # NVMe has room for this write, and not for the whole file
+                raise self._is_full()
+            await self.source.room_freed()
 
     async def _write_spilled(self, handle: Handle, offset: int, data: Buffer) -> int:
         """A write to NVMe, which may take its time: in a thread."""

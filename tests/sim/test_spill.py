@@ -17,6 +17,7 @@ from sim_run import inline_threads
 from test_found import Scene, scene
 
 from cachexfs.core.records import ROOT_FID
+from cachexfs.engine.vnode import Vnode
 from cachexfs.errors import CatalogueUnavailableError, FsError
 
 KIB = 1 << 10
@@ -98,6 +99,33 @@ async def test_what_nvme_loses_of_a_growing_file_is_an_error_of_its_close_and_is
     await scene.drained()
     assert scene.on_pfs(b"a") == b"".join(b"%d" % at * 60 * KIB for at in range(4))
     assert not any("could not be published" in error for error in scene.life.node.known_errors())
+
+
+@full
+async def test_a_file_that_nvme_has_no_room_for_is_enospc_though_it_has_for_the_write(
+    scene: Scene, disk: Failing
+) -> None:
+    """The writer asked again and again without waiting, for ever."""
+    disk.capacity_bytes = 40 * KIB
+    source, asked = scene.life.parts.files.source, list[int]()
+    spill_own = source.spill_own
+
+    async def counted(vnode: Vnode) -> bool:
+        asked.append(vnode.fid)
+        assert len(asked) < 1000, "it does not wait"
+        return await spill_own(vnode)
+
+    source.spill_own = counted  # type: ignore[method-assign]
+    handle = await scene.create(b"a", b"x" * 90 * KIB)
+    began_s = trio.current_time()
+    with pytest.raises(FsError) as error:
+        await scene.fs.write(handle, 90 * KIB, b"x" * 20 * KIB)
+    assert error.value.errno == errno.ENOSPC
+    assert trio.current_time() - began_s >= scene.options.full_timeout_s
+    disk.capacity_bytes = 1 << 20
+    await scene.fs.write(handle, 90 * KIB, b"x" * 20 * KIB)
+    await scene.close(handle)
+    assert await scene.read(b"a") == b"x" * 110 * KIB
 
 
 @full
