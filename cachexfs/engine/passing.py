@@ -166,13 +166,15 @@ class Passing:
         if not vnode.passed or vnode.fd < 0:
             return
         seen = look(vnode.fd)
-        if seen != vnode.seen or (stamp and vnode.unstamped):
+        is_new = seen != vnode.seen
+        if is_new or (stamp and vnode.unstamped):
             vnode.seen, vnode.unstamped = mark(vnode.fd) if stamp else seen, not stamp
-            inode = self.node.catalogue.view.inode(vnode.fid)
-            shown_ns = vnode.mtime_ns if vnode.dirty or inode is None else inode.mtime_ns
-            vnode.version += 1
-            ahead = seen[1] <= shown_ns <= self.node.clock.now_ns()  # the kernel's stamps are coarser than ours
-            vnode.mtime_ns = shown_ns if ahead else seen[1]
+            was_dirty, vnode.version = vnode.dirty, vnode.version + 1
+            if is_new:  # else its time has been counted, and another may have been set since
+                inode = self.node.catalogue.view.inode(vnode.fid)
+                shown_ns = vnode.mtime_ns if was_dirty or inode is None else inode.mtime_ns
+                ahead = seen[1] <= shown_ns <= self.node.clock.now_ns()  # the kernel's stamps are coarser than ours
+                vnode.mtime_ns = shown_ns if ahead else seen[1]
             self.node.staging.recount(vnode.stage, vnode.fd)
 
     async def settle(self, vnode: Vnode) -> None:

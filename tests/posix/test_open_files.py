@@ -245,6 +245,17 @@ def test_a_log_that_stays_open_holds_no_commit_up(mount: Path, alone: LocalClust
     assert until(lambda: (on_pfs / "log").exists() and (on_pfs / "log").read_bytes() == b"begin\nend\n")
 
 
+def test_times_that_are_set_before_the_close_stay(mount: Path, alone: LocalCluster) -> None:
+    """``cp -a``, tar and rsync do so. The kernel's own copy of the attributes hid for a second that they were gone."""
+    path, on_pfs = mount / "copy", alone.pfs / mount.name / "copy"
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT)
+    write_all(descriptor, b"bytes")
+    os.utime(descriptor, ns=(5, 7))
+    os.close(descriptor)
+    assert until(lambda: stage_of(path) == "pfs")
+    assert on_pfs.stat().st_mtime_ns == 7
+
+
 def test_a_truncation_to_the_same_length_moves_the_times(mount: Path, alone: LocalCluster) -> None:
     """``: > stamp`` is how makefiles and scripts touch a file."""
     path = mount / "stamp"
