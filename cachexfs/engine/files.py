@@ -25,7 +25,7 @@ from cachexfs.engine.node import Node
 from cachexfs.engine.passing import Passing, look, mark, was_passed
 from cachexfs.engine.publishing import Publishing
 from cachexfs.engine.unpublished import Unpublished
-from cachexfs.engine.vnode import UNWRITABLE, Handle, Vnode, keep_last
+from cachexfs.engine.vnode import UNWRITABLE, Handle, Vnode, keep_last, last_xattrs
 from cachexfs.engine.writing import Writing
 from cachexfs.errors import CacheXError, FsError, quoted
 
@@ -161,7 +161,7 @@ class Files:
             vnode.content = Generation(0, found.st_size, b"", b"", stage, self.node.name)
             vnode.last = Inode(
                 "f", found.st_mode & 0o7777, found.st_uid, found.st_gid,
-                found.st_atime_ns, found.st_mtime_ns, found.st_ctime_ns,
+                found.st_atime_ns, found.st_mtime_ns, found.st_ctime_ns, xattrs=last_xattrs(vnode.fd) or (),
             )  # fmt: skip
         self._by_ino[ino] = self._current[fid] = vnode
 
@@ -329,6 +329,12 @@ class Files:
                 vnode.stage = self.source.new_stage(fid, vnode.content.gen + 1)  # for its attributes alone
                 vnode.fd = self.node.staging.create(vnode.stage)
             keep_last(vnode)
+
+    def was_orphaned(self, fid: int, inode: Inode) -> None:
+        """A file lost its last name by a request of the last daemon, which may have died before it could note that."""
+        vnode = self._current.get(fid)
+        if vnode is None or vnode.fd < 0 or last_xattrs(vnode.fd) is None:
+            self.orphaned(fid, inode)
 
     def removed(self, fid: int) -> None:
         """A file lost its last name. Its vnode keeps serving open handles from an open staging file."""

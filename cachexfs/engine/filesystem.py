@@ -327,7 +327,10 @@ class Filesystem(Names):
         ctx, fid = self.node.ctx(), self._fid(ino)
         vnode = self.files.known(fid)
         if vnode is not None and vnode.last is not None and self.node.catalogue.view.inode(fid) is None:
+            if value is None and self.node.requests.is_repeated(request) and name not in dict(vnode.last.xattrs):
+                return  # it was removed the first time: no catalogue knows this file, nor what was asked of it
             vnode.last = attrs.with_xattr(vnode.last, ctx, name, value)
+            keep_last(vnode)
             return
         await self._mutate(lambda tx: attrs.set_xattr(tx, ctx, fid, name, value), request)
 

@@ -57,6 +57,10 @@ class Requests:
             raise
         self._open.discard(request)
 
+    def is_repeated(self, request: int | None) -> bool:
+        """Whether an earlier daemon was asked the same, and may have done it."""
+        return request in self._repeated
+
     def result(self, view: Replica, request: int | None) -> int | None:
         """What a request that was applied before has made (a file id, or 0); None when it was not."""
         if request is None or request not in self._repeated or request not in self._open:

@@ -12,6 +12,7 @@ import contextlib
 import os
 from dataclasses import dataclass
 
+import msgspec
 import trio
 
 from cachexfs.core.records import Generation, Inode
@@ -20,6 +21,7 @@ from cachexfs.engine.interfaces import Synced
 
 WRITABLE = os.O_WRONLY | os.O_RDWR
 PLAIN_MODE, PASSED_MODE = 0o600, 0o700  # of a staged file; the second one while the kernel may be changing it
+LAST_XATTRS = "user.cachexfs.last"  # of the staged file of one without a name: its user attributes
 UNWRITABLE = 1 << 62  # as ``sealed``: every write continues in a private copy
 
 
@@ -136,6 +138,16 @@ def keep_last(vnode: Vnode) -> None:
         os.fchown(vnode.fd, vnode.last.uid, vnode.last.gid)
     with contextlib.suppress(OSError):
         os.fchmod(vnode.fd, vnode.last.mode | 0o600)
+    with contextlib.suppress(OSError):  # a tmpfs before Linux 6.6 has none
+        os.setxattr(vnode.fd, LAST_XATTRS, msgspec.msgpack.encode(vnode.last.xattrs))
+
+
+def last_xattrs(fd: int) -> tuple[tuple[bytes, bytes], ...] | None:
+    """The user attributes that ``keep_last`` has put there; None: it has not been there, or could not."""
+    try:
+        return msgspec.msgpack.decode(os.getxattr(fd, LAST_XATTRS), type=tuple[tuple[bytes, bytes], ...])
+    except (OSError, msgspec.DecodeError):
+        return None
 
 
 def route_of(inode: Inode | None, vnode: Vnode | None) -> str:

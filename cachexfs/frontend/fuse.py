@@ -116,7 +116,7 @@ class Operations(pyfuse3.Operations):  # type: ignore[misc]
             else:
                 self._handles[old.fh] = self.files.reopen(old.node, old.flags, passed=old.passthrough, file=old.file)
         for fid, inode in self.filesystem.node.requests.gone(self.filesystem.node.catalogue.view):
-            self.files.orphaned(fid, inode)
+            self.files.was_orphaned(fid, inode)
 
     async def end(self) -> None:
         """The mount has ended: handles are closed, whose RELEASE the kernel may have dropped."""

@@ -165,6 +165,31 @@ def test_an_empty_open_file_without_a_name_keeps_its_mode_over_the_daemon(
     until("nothing of it is left", lambda: not list(files.iterdir()))
 
 
+@pytest.mark.parametrize("data", [b"", b"bytes"])
+def test_an_open_file_without_a_name_keeps_its_attributes_over_two_daemons(
+    make_cluster: Callable[..., LocalCluster], data: bytes
+) -> None:
+    """Those it had, and those that were set since; the second daemon found the first one's note of the removal."""
+    cluster = make_cluster(1, {"supervisor": "on"})
+    path = cluster.nodes[0].mountpoint / "f"
+    path.write_bytes(data)
+    fd = os.open(path, os.O_RDWR)
+    os.setxattr(fd, "user.kept", b"1")
+    os.setxattr(fd, "user.gone", b"2")
+    path.unlink()
+    os.removexattr(fd, "user.gone")
+    os.setxattr(fd, "user.new", b"3")
+    os.fchmod(fd, 0o751)
+    for _ in range(2):
+        old = cluster.status(0).pid
+        cluster.kill_daemon(0)
+        until("another daemon answers", lambda old=old: cluster.answers(0) and cluster.status(0).pid != old)
+        found = {name: os.getxattr(fd, name) for name in os.listxattr(fd) if not name.startswith("user.cachex")}
+        assert found == {"user.kept": b"1", "user.new": b"3"}
+        assert (os.fstat(fd).st_mode & 0o7777, os.pread(fd, 10, 0)) == (0o751, data)
+    os.close(fd)
+
+
 def test_a_file_that_was_cut_after_a_flush_is_not_lost_with_the_daemon(
     make_cluster: Callable[..., LocalCluster],
 ) -> None:
