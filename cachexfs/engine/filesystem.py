@@ -249,6 +249,7 @@ class Filesystem(Names):
         router = self.parts.replicator.router
         if router.is_direct(vnode) and await router.directly(vnode.fid, vnode, lambda: self._pfs_boundary(vnode)):
             return
+        await self.files.publishing.complete_open(vnode)
         if vnode.dirty:
             try:
                 with router.measured(vnode, PARTNER):

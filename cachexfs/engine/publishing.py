@@ -197,6 +197,16 @@ class Publishing:
         vnode.published = vnode.version
         vnode.content = Generation(vnode.content.gen, os.fstat(vnode.fd).st_size, b"", b"", vnode.stage, self.node.name)
 
+    async def complete_open(self, vnode: Vnode) -> None:
+        """An fsync asks while a passed writer has the published file open: its digests, unless it is being changed."""
+        content = vnode.content
+        if vnode.dirty or vnode.removed or not content.size or content.tree or vnode.fd < 0:
+            return
+        version, size, digests = await self.snapshot(vnode)
+        self.passing.refresh(vnode)
+        if vnode.version == version and size == content.size and vnode.content is content:
+            await self._tell_digests(vnode, content, digests[0], digests[1])
+
     async def complete(self, vnode: Vnode) -> None:
         """The last passed writer is gone: the published bytes are final, their digests can be told.
 
@@ -216,6 +226,9 @@ class Publishing:
                     vnode.mtime_ns = self.node.clock.now_ns()
                 await self.publish(vnode)
             return
+        await self._tell_digests(vnode, content, digest, tree)
+
+    async def _tell_digests(self, vnode: Vnode, content: Generation, digest: bytes, tree: bytes) -> None:
         await self.node.catalogue.mutate(lambda tx: publication.complete(tx, vnode.fid, content, digest, tree))
         generation = self.node.catalogue.view.generation(vnode.fid)
         if generation is not None and generation.gen == content.gen:

@@ -5,6 +5,7 @@ import ctypes
 import errno
 import fcntl
 import json
+import mmap
 import os
 import shutil
 import signal
@@ -163,6 +164,28 @@ def test_an_empty_open_file_without_a_name_keeps_its_mode_over_the_daemon(
     os.close(fd)
     files = Path(cluster.nodes[0].staging) / "files"
     until("nothing of it is left", lambda: not list(files.iterdir()))
+
+
+@pytest.mark.parametrize("killed", [False, True])
+def test_fsync_after_a_map_or_a_duplicate_was_closed_reaches_the_partner(
+    make_cluster: Callable[..., LocalCluster], *, killed: bool
+) -> None:
+    """That close publishes what the kernel wrote without its digests, which were told at the last close only."""
+    cluster = make_cluster(2, {"supervisor": "on", "fsync": "partner"})
+    path, data = cluster.nodes[0].mountpoint / "f", os.urandom(2_500_000)
+    fd = os.open(path, os.O_RDWR | os.O_CREAT)
+    os.ftruncate(fd, len(data))
+    with mmap.mmap(fd, len(data)) as map_:
+        map_[:] = data
+        map_.flush()
+    if killed:
+        old = cluster.status(0).pid
+        cluster.kill_daemon(0)
+        until("another daemon answers", lambda: cluster.answers(0) and cluster.status(0).pid != old)
+    os.fsync(fd)
+    assert xattr(path, "stage") in ("partner", "pfs")
+    os.close(fd)
+    assert path.read_bytes() == data
 
 
 @pytest.mark.parametrize("data", [b"", b"bytes"])
