@@ -282,9 +282,7 @@ class Passing:
         steps = max(1.0, (now_s - self._looked_s) / WATCH_GROWING_S)
         self._looked_s = now_s
         if grown:
-            step_bytes = int(
-                (self.node.staging.used_bytes - before_bytes) / min(steps, WATCH_INTERVAL_S / WATCH_GROWING_S)
-            )
+            step_bytes = int((self.node.staging.used_bytes - before_bytes) / min(steps, STEPS_MAX))
             self._step_bytes = max(step_bytes, self._step_bytes * 7 // 8)
         return grown
 
