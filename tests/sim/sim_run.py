@@ -22,6 +22,7 @@ import trio.testing
 from sim_check import Violation
 from sim_cluster import Cluster, Routes
 from sim_fill import Fill
+from sim_limit import Limits, limited, processor_limit
 from sim_one import Run
 from sim_recover import Recover
 
@@ -85,13 +86,15 @@ SCENARIOS: dict[str, Callable[..., Run | Cluster]] = {
 }
 
 
-def simulate(seed: int, scenario: str = "one", *, trace: bool = False) -> None:
+def simulate(seed: int, scenario: str = "one", *, trace: bool = False, limits: Limits = Limits()) -> None:  # noqa: B008
     """One run. Raises ``Violation`` (or what the engine raised), with the seed in its notes."""
     directory = tempfile.mkdtemp(prefix="cachexfs-sim-", dir="/dev/shm" if os.path.isdir("/dev/shm") else None)
     try:
         with inline_threads(seed):
             run = SCENARIOS[scenario](seed, directory, trace=trace)
-            trio.run(run.main, clock=trio.testing.MockClock(autojump_threshold=0))
+            clock = trio.testing.MockClock(autojump_threshold=0)
+            with processor_limit(limits.processor_s):
+                trio.run(limited, run.main, limits, clock=clock)
     except BaseException as error:
         error.add_note(f"simulation {scenario}, seed {seed}")
         raise
