@@ -243,7 +243,7 @@ class PfsPool:
     async def run(self, kind: str, path: bytes, path2: bytes, attrs: PfsAttrs | None, deadline_s: float) -> None:
         """See ``Pfs``; also mknod, link. An earlier attempt whose answer was lost is recognised: see ``pfs_names``."""
         key = kind, path, path2
-        paths = (path, path2) if kind in ("rename", "link") else (path,)
+        paths = (path, path2) if path2 and kind in ("rename", "link", "attr") else (path,)
         wire = None if attrs is None else _wire(attrs)
         arguments: list[object] = [kind, path, path2, wire, self._notes.get(key, UNKNOWN_INO)]
         request = Request("run", arguments, deadline_s, paths=paths)

@@ -47,6 +47,7 @@ class Staging:
         self._spill: Path | None = None
         self._allocated: dict[str, int] = {}
         self._spilled: dict[str, int] = {}
+        self._moving: dict[str, int] = {}  # being copied to NVMe -> bytes that it still holds though it was removed
         self._spare = Spare(self.directory / "spare")
         self._ahead_bytes = 0  # given up by the spare, not yet taken by a file
         self.used_bytes = 0
@@ -178,7 +179,12 @@ class Staging:
             self.spilled_bytes -= self._spilled.pop(stage)
             _unlink(path)
             return
-        self.used_bytes -= self._allocated.pop(stage, 0)
+        allocated_bytes = self._allocated.pop(stage, 0)
+        if stage in self._moving:  # who copies it has it open: its memory is free when the move has ended
+            self._moving[stage] = allocated_bytes
+            path.unlink(missing_ok=True)
+            return
+        self.used_bytes -= allocated_bytes
         room = self.limit_bytes - self.used_bytes - self._spare.bytes
         if room < PIECE_BYTES or not self._spare.take(path, room):
             path.unlink(missing_ok=True)
@@ -270,17 +276,21 @@ class Staging:
         """Descriptor of an empty file on NVMe that is to take a staged file's bytes. Raises ``OSError``."""
         assert self._spill is not None
         path = self._spill / f"{stage}.part"
-        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        self._moving[stage] = 0
+        return fd
 
     def spill_end(self, stage: str, *, keep: bool) -> None:
         """The bytes are there: from now on the staged file is the one on NVMe (or not, and it stays where it was)."""
         assert self._spill is not None
         part = self._spill / f"{stage}.part"
         if not keep:
+            self.used_bytes -= self._moving.pop(stage, 0)
             _unlink(part)
             return
         allocated_bytes = os.stat(part).st_blocks * 512  # what fails may fail now, not between the two files
         os.rename(part, self._spill / stage)
+        self._moving.pop(stage, None)
         self.remove(stage)
         self._spilled[stage] = 0
         self.account(stage, allocated_bytes)

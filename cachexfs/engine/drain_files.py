@@ -51,7 +51,8 @@ class DrainFiles:
         self.progress = progress
         self._fsynced: dict[str, bytes] = {}  # hidden name -> tree digest of what an fsync put there
         self._made: dict[int, dict[str, int]] = {}  # file id -> hidden names that may exist -> their generation
-        self._damaged: set[str] = set()  # hidden names of contents that were found damaged here
+        self._damaged: set[tuple[str, int]] = set()  # (hidden name, generation) of contents that are damaged here
+        self._overwritten: set[tuple[str, int]] = set()  # of these, those whose bytes no copy has any more
         self._cleaned_up = False  # what an earlier life has prepared is known
         self._nursery: trio.Nursery | None = None
 
@@ -133,8 +134,14 @@ class DrainFiles:
             os.close(fd)
         if not good:
             log.error("%s: %r, generation %d, is damaged", op.stage, op.path, op.gen)
-            self._damaged.add(op.hidden)
+            self._damaged.add((op.hidden, op.gen))
+            if content is not None and content.stage == op.stage and content.tree and await check_stage(node, op.stage):
+                self._overwritten.add((op.hidden, op.gen))  # in the same file, by what all copies have now
         return good
+
+    def overwritten(self, op: Op) -> bool:
+        """Whether what a PUT was to land was overwritten, in place, by the content that all copies have now."""
+        return (op.hidden, op.gen) in self._overwritten
 
     def fsynced(self, op: Op, tree: bytes) -> None:
         """What is ready now are these bytes: no need to copy them again if they are published."""
@@ -156,7 +163,7 @@ class DrainFiles:
 
     def has_own(self, op: Op) -> bool:
         """Whether this node has the very bytes of a PUT, or what a writer that the kernel served has left of them."""
-        if op.hidden in self._damaged:
+        if (op.hidden, op.gen) in self._damaged:
             return False
         return not op.size or self.node.staging.has(op.stage) or self.node.local_path(op.stage, op.size) is not None
 
@@ -167,7 +174,7 @@ class DrainFiles:
         left of it lands, or the newest content, for the sake of those that wait for the name.
         """
         node = self.node
-        if op.hidden in self._damaged:
+        if (op.hidden, op.gen) in self._damaged:
             return None, op.size
         found = "/dev/null" if not op.size else node.local_path(op.stage, op.size)
         if found is not None or content is None or content.gen <= op.gen:

@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import replace
 
 import msgspec
+import trio
 
 from cachexfs.core import publication
 from cachexfs.core import records as rec
@@ -35,6 +36,7 @@ class DrainNames:
         self.node = node
         self.reader = reader
         self.progress = progress
+        self._hung_at: dict[int, bytes] = {}  # directory -> where a call that was given up may still set its attributes
         #: whether a checkpoint's commit file (file id) and all that it names are there, but for its own name
         self.whole: Callable[[int], Awaitable[bool]] = _unknown
 
@@ -253,8 +255,9 @@ class DrainNames:
         where = self.reader.pfs_path(op.fid) if op.kind == OpKind.DIRATTR else path  # b"" is the root
         if inode is not None and where is not None and not awaited and (inode.pfs is None or not inode.pfs.hidden):
             times, path = view.dir_times(op.fid) if op.kind == OpKind.DIRATTR else None, where
-            attrs = replace(self.node.pfs_attrs(inode, times), xattrs=inode.xattrs)
-            await self._run("attr", path, attrs=attrs)
+            await self._set(op.fid, path, replace(self.node.pfs_attrs(inode, times), xattrs=inode.xattrs))
+        else:
+            self._hung_at.pop(op.fid, None)
         there = await self._identified(path, inode) if op.kind == OpKind.ATTR else None
 
         def done(tx: Tx) -> None:
@@ -268,6 +271,19 @@ class DrainNames:
 
         ctx = self.node.ctx()
         await self.node.catalogue.mutate(done)
+
+    async def _set(self, fid: int, path: bytes, attrs: PfsAttrs) -> None:
+        """Set attributes. While a call that hangs may set older ones late, under whatever name, it is refused (EBUSY).
+
+        Nothing orders a directory's attributes and its renaming.
+        """
+        before = self._hung_at.get(fid, path)
+        try:
+            await self._run("attr", path, b"" if before == path else before, attrs)
+        except trio.TooSlowError:
+            self._hung_at[fid] = path
+            raise
+        self._hung_at.pop(fid, None)
 
     async def _identified(self, path: bytes, inode: Inode | None) -> PfsCopy | None:
         """What identifies a file on the PFS whose attributes were set there just now; None if it was none of ours."""

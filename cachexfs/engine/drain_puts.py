@@ -48,7 +48,9 @@ class Puts:
             return not self.files.has_source(op) and all(name == self.node.name for name in self.owners.holders(op))
         if self._next(op) is None or self.files.has_own(op):
             return False
-        return not self.owners.has_part(op, inode) or all(name == self.node.name for name in self.owners.holders(op))
+        if not self.owners.has_part(op, inode) or self.files.overwritten(op):
+            return True
+        return all(name == self.node.name for name in self.owners.holders(op))
 
     def _next(self, op: Op) -> bytes | None:
         """The PUT of the next content of the same file."""

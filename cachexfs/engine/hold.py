@@ -40,6 +40,7 @@ class Keeper:
         self.eviction = Eviction(node, files, copies)
         self.spiller = Spiller(node, files)
         self.spiller.on_full = self.eviction.make_spill_room
+        self.spiller.on_room = self._free
         self._is_spilling = False
         #: called when a writer gets no room though everything on the PFS is evicted and nothing more can be spilled
         self.on_pressure: Callable[[], None] = lambda: None

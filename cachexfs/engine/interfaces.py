@@ -210,7 +210,8 @@ class Pfs(Protocol):
         ...
 
     async def run(self, kind: str, path: bytes, path2: bytes, attrs: PfsAttrs | None, deadline_s: float) -> None:
-        """mkdir, rename, unlink, rmdir, symlink (path2: the target), attr, hide (path2: a hidden name), unhide."""
+        """mkdir, rename, unlink, rmdir, symlink (path2: the target), attr (path2: where an earlier call may still
+        set them; refused with EBUSY while it may), hide (path2: a hidden name), unhide."""
         ...
 
     async def stat(self, path: bytes, deadline_s: float) -> PfsStat:
@@ -420,7 +421,8 @@ class StagingArea(Protocol):
         ...
 
     def spill_end(self, stage: str, *, keep: bool) -> None:
-        """From now on the staged file is the one on NVMe (or not: it stays where it was)."""
+        """From now on the staged file is the one on NVMe (or not: it stays where it was). What was removed since
+        ``spill_begin`` counts until then."""
         ...
 
     def recount(self, stage: str, fd: int) -> None:

@@ -40,6 +40,7 @@ class Spiller:
         self._lock = trio.Lock()
         self._refused_at_s: float | None = None
         self.on_full: Callable[[int], None] = lambda length: None  # evicts what NVMe need not hold any more
+        self.on_room: Callable[[], None] = lambda: None  # what was removed while it moved has given its memory back
 
     def can_take(self, length: int) -> bool:
         """Whether NVMe would take ``length`` bytes."""
@@ -178,3 +179,5 @@ class Spiller:
             if began and not kept:
                 staging.spill_end(stage, keep=False)
             os.close(source)
+            if not staging.has(stage):
+                self.on_room()

@@ -264,7 +264,7 @@ class SimPfs:
     async def run(self, kind: str, path: bytes, path2: bytes, attrs: PfsAttrs | None, deadline_s: float) -> None:
         """See ``Pfs``."""
         self.trace(f"{kind} {path!r} {path2!r}")
-        self._refuse(path, *([path2] if kind in ("rename", "link") else []))
+        self._refuse(path, *([path2] if path2 and kind in ("rename", "link", "attr") else []))
         kind, *details = kind.split(":")
         if details:
             path2 = details[0].encode()

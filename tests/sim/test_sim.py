@@ -5,6 +5,8 @@ import tempfile
 import pytest
 import trio
 import trio.testing
+from sim_check import Violation
+from sim_limit import Limits, limited, processor_limit
 from sim_run import SCENARIOS, first, inline_threads, simulate
 
 #: Seeds in the suite; a run of the cluster takes ten times as long as one of a node.
@@ -20,7 +22,8 @@ SEEDS = {
 FOUND = {
     "one": [1026, 1159, 3011, 19, 68, 85, 106, 109, 173, 201, 215],
     "cluster": [391, 1026, 36, 61, 74, 252, 258, 329],
-    "routes": [1312, 35, 59],
+    "routes": [1312, 35, 59, 22041],
+    "fill": [22046],
 }
 
 
@@ -54,3 +57,24 @@ def test_a_seed_gives_the_same_run_again(scenario: str) -> None:
             seen.append([change.key for revision in again.log.revisions for change in revision])
     assert seen[0] == seen[1]
     assert len(set(seen[0])) > 20
+
+
+@pytest.mark.parametrize("how", ["waits", "goes round", "never waits"])
+def test_a_run_that_does_not_end_says_what_waits(how: str) -> None:
+    async def waits_for_ever() -> None:
+        while how != "waits":
+            if how == "goes round":
+                await trio.lowlevel.checkpoint()
+        await trio.sleep_forever()
+
+    async def main() -> None:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(waits_for_ever)
+
+    limits = Limits(simulated_s=100.0, steps=1000, processor_s=1.0)
+    with processor_limit(limits.processor_s), pytest.raises(BaseExceptionGroup) as error:
+        trio.run(limited, main, limits, clock=trio.testing.MockClock(autojump_threshold=0))
+    found = first(error.value)
+    assert isinstance(found, Violation)
+    assert "waits_for_ever" in str(found)
+    assert "hang" in str(found)

@@ -106,6 +106,27 @@ def test_a_death_during_a_spill_leaves_one_whole_file(memory: Path, tmp_path: Pa
     assert [path.name for path in place.iterdir()] == (["1.1.a"] if moment == "done" else [])
 
 
+def test_memory_of_what_is_removed_while_it_moves_to_nvme_counts_until_the_move_has_ended(
+    memory: Path, tmp_path: Path
+) -> None:
+    """Who copies it has it open: others took the same memory meanwhile, and the node held more than its limit."""
+    staging = opened(memory, tmp_path, limit_bytes=8 * MIB)
+    write(staging, "1.1.a", b"a" * (4 * MIB))
+    target = staging.spill_begin("1.1.a")
+    staging.remove("1.1.a")
+    assert not staging.has("1.1.a")
+    assert (staging.used_bytes, staging.spare_bytes) == (4 * MIB, 0)
+    os.close(target)
+    staging.spill_end("1.1.a", keep=False)
+    assert staging.used_bytes == 0
+    write(staging, "1.2.b", b"b" * (4 * MIB))
+    target = staging.spill_begin("1.2.b")
+    os.write(target, b"b" * (4 * MIB))
+    os.close(target)
+    staging.spill_end("1.2.b", keep=True)
+    assert (staging.used_bytes, staging.spilled_bytes) == (0, 4 * MIB)
+
+
 def test_what_an_earlier_memory_has_spilled_goes(memory: Path, tmp_path: Path) -> None:
     (tmp_path / "0123456789abcdef").mkdir()
     (tmp_path / "0123456789abcdef" / "1.1.a").write_bytes(b"its catalogue is gone")
