@@ -32,6 +32,7 @@ MAP_LOOK_FIRST_S, MAP_LOOK_MAX_S = 0.001, 0.5
 WATCH_INTERVAL_S = 0.05
 WATCH_GROWING_S = 0.01  # while files grow and room is short: what is kept ahead of them is what they do in some looks
 WATCH_SHARE = 4  # between two looks lies this many times what one takes: somebody may have 10,000 files open
+PROCESSORS = os.cpu_count() or 1
 STEPS_MAX = round(WATCH_INTERVAL_S / WATCH_GROWING_S)
 SETTLE_S = 0.25
 TELL_AGAIN_S = 5.0
@@ -92,6 +93,7 @@ class Passing:
         self.node = node
         self.source = source
         self.vnodes: set[Vnode] = set()
+        self._written = 0  # how many of them have a writer still
         self._mapped: dict[Handle, None] = {}
         self._mapped_more = trio.Event()
         self._begun = trio.Event()
@@ -105,6 +107,7 @@ class Passing:
         handle.backed = True
         vnode.backed += 1
         if handle.writable:
+            self._written += not vnode.passed
             if not vnode.passed and not vnode.dirty:
                 seen, content = look(vnode.fd), vnode.content
                 vnode.seen = seen if seen == (content.size, content.stamp_ns) else mark(vnode.fd)
@@ -123,6 +126,7 @@ class Passing:
         """A handle was released."""
         vnode = handle.vnode
         vnode.passed -= handle.passed
+        self._written -= handle.passed and not vnode.passed
         vnode.backed -= handle.backed
         if vnode.closing is not None:
             vnode.closing.discard(handle)
@@ -139,6 +143,11 @@ class Passing:
         if not self.vnodes:
             self.node.foreground.rest()
             self.node.staging.forget_ready()
+
+    async def spare_processors(self) -> None:
+        """Before work that nobody waits for: where writers need most of the processors, let them finish first."""
+        if 2 * self._written > PROCESSORS:
+            await self.node.foreground.pause()
 
     def has_room(self) -> bool:
         """Whether one more file may be written without asking.

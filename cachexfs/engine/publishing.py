@@ -213,6 +213,7 @@ class Publishing:
         Where they were told before, one writer may have been in the middle of a write when another one closed: its
         bytes may have come after the look at them, and its stamp before.
         """
+        await self.passing.spare_processors()
         content = vnode.content
         if vnode.passed or vnode.dirty or vnode.removed or not content.size or vnode.fd < 0:
             return
