@@ -14,55 +14,84 @@ import fcntl
 import os
 from pathlib import Path
 
+OPEN_SUFFIX = ".open"
+OPEN_FILES_MAX = 8  # asked at every creation
 PIECE_BYTES = 2 << 20  # a huge page: what memory is worth keeping in, and is given up in
 
 
 class Spare:
-    """Files of a directory beside the staged ones, as memory that is kept. ``bytes``: how much."""
+    """Files of a directory beside the staged ones, as memory that is kept. ``bytes``: how much.
+
+    ``open_bytes``: beyond that, in removed files that somebody has open, of which it is the kernel's to give back.
+    """
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._files: list[tuple[Path, int]] = []
+        self._open: list[tuple[Path, int]] = []
         self._number = 0
-        self.bytes = 0
+        self.bytes = self.open_bytes = 0
 
     def open(self) -> None:
         """Make the directory, or take over what an earlier daemon left in it. Raises ``OSError``."""
         self._directory.mkdir(mode=0o700, exist_ok=True)
         for path in self._directory.iterdir():
-            if not path.name.isdecimal():
+            if not path.stem.isdecimal() or path.suffix not in ("", OPEN_SUFFIX):
                 continue  # not ours
-            self._number = max(self._number, int(path.name) + 1)
-            self._add(path, path.stat().st_size)
+            self._number = max(self._number, int(path.stem) + 1)
+            (self._wait_for if path.suffix else self._add)(path, path.stat().st_size)
 
     def _add(self, path: Path, size: int) -> None:
         self._files.append((path, size))
         self.bytes += size
 
+    def _wait_for(self, path: Path, size: int) -> None:
+        self._open.append((path, size))
+        self.open_bytes += size
+
     def take(self, path: Path, room_bytes: int) -> bool:
         """Keep the memory of a staged file that is not needed any more, up to ``room_bytes``; else False.
 
-        Not of one that anybody has open (the kernel gives no write lease on it then), nor of a small or sparse one.
+        Not that of a small or sparse one. One that somebody has open counts once nobody has (``look``).
         """
-        kept = self._directory / str(self._number)
         try:
             found = path.stat()
-            size = min(found.st_size, room_bytes) // PIECE_BYTES * PIECE_BYTES
-            if not size or found.st_blocks * 512 < found.st_size:
+            if found.st_size < PIECE_BYTES or found.st_blocks * 512 < found.st_size:
                 return False
+            kept = self._directory / f"{self._number}{OPEN_SUFFIX}"
             path.rename(kept)
-            self._number += 1
-            fd = os.open(kept, os.O_RDWR | os.O_CLOEXEC)
-            try:
-                fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_WRLCK)
-                os.ftruncate(fd, size)
-            finally:
-                os.close(fd)
         except OSError:
-            kept.unlink(missing_ok=True)
-            return not path.exists()
-        self._add(kept, size)
+            return False
+        self._number += 1
+        self._wait_for(kept, found.st_size)
+        self.look(room_bytes)
+        if len(self._open) > OPEN_FILES_MAX:
+            self.forget_open()
         return True
+
+    def look(self, room_bytes: int) -> None:
+        """Count what nobody has open any more: on that the kernel grants a lease for writing."""
+        waiting, self._open, self.open_bytes = self._open, [], 0
+        for path, size in waiting:
+            try:
+                kept_bytes = _cut_unless_open(path, room_bytes)
+            except BlockingIOError:
+                self._wait_for(path, size)
+                continue
+            except OSError:
+                kept_bytes = 0
+            if kept_bytes:
+                self._add(path.rename(path.with_suffix("")), kept_bytes)
+                room_bytes -= kept_bytes
+            else:
+                path.unlink(missing_ok=True)
+
+    def forget_open(self) -> None:
+        """Memory is wanted: let go of what others have open; the kernel frees it once they close it."""
+        while self._open:
+            path, size = self._open.pop()
+            path.unlink(missing_ok=True)
+            self.open_bytes -= size
 
     def begin(self) -> tuple[int, int]:
         """(descriptor, number) of a new spare file, to be filled; it counts once ``end`` was called."""
@@ -92,3 +121,15 @@ class Spare:
             given += size - keep
         self.bytes -= given
         return given
+
+
+def _cut_unless_open(path: Path, room_bytes: int) -> int:
+    """Cut a file to whole pieces within the room; its size then. Raises ``BlockingIOError``: somebody has it open."""
+    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_WRLCK)
+        size = max(0, min(os.fstat(fd).st_size, room_bytes)) // PIECE_BYTES * PIECE_BYTES
+        os.ftruncate(fd, size)
+    finally:
+        os.close(fd)
+    return size

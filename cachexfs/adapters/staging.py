@@ -133,6 +133,8 @@ class Staging:
         """Descriptor, for reading and writing, of a new empty staged file; ``spilled``: on NVMe."""
         directory, table = (self._spill, self._spilled) if spilled else (self._files, self._allocated)
         assert directory is not None
+        if not spilled:
+            self._spare.look(self.limit_bytes - self.used_bytes - self._spare.bytes)
         fd = os.open(directory / stage, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         table[stage] = 0
         return fd
@@ -233,6 +235,7 @@ class Staging:
 
     def spare_room_bytes(self) -> int:
         """How much more may be kept: within ``limit_bytes``, and leaving the node as much as it takes."""
+        self._spare.look(self.limit_bytes - self.used_bytes - self._spare.bytes)
         room = self.limit_bytes - self.used_bytes - self._spare.bytes
         return max(0, min(room, machine.available_memory_bytes() // 2))
 
@@ -246,8 +249,10 @@ class Staging:
 
     def make_ready(self, length: int) -> None:
         """Files are about to grow by ``length`` bytes: spare memory for it becomes free."""
+        over = self.used_bytes + self._spare.bytes + length - self.limit_bytes
+        if self._spare.open_bytes and over + self._spare.open_bytes > 0:
+            self._spare.forget_open()
         if self._spare.bytes and length > self._ahead_bytes:
-            over = self.used_bytes + self._spare.bytes + length - self.limit_bytes
             self._ahead_bytes += self._spare.give(max(length - self._ahead_bytes, over, PIECE_BYTES))
 
     def forget_ready(self) -> None:
@@ -258,7 +263,10 @@ class Staging:
         """What the kernel lets files in memory grow by; spare memory is given up until it is ``wanted_bytes``."""
         found = os.statvfs(self._files)
         free = found.f_bavail * found.f_frsize
-        return free if free >= wanted_bytes else free + self._spare.give(wanted_bytes - free)
+        if free >= wanted_bytes:
+            return free
+        self._spare.forget_open()
+        return free + self._spare.give(wanted_bytes - free)
 
     # ---- spill
     def is_spilled(self, stage: str) -> bool:

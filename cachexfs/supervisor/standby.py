@@ -7,6 +7,8 @@ Concurrency: the supervisor's one thread. Called by ``run``; ``client`` is the o
 
 from __future__ import annotations
 
+import os
+import resource
 import select
 import socket
 import subprocess
@@ -15,9 +17,14 @@ from collections.abc import Sequence
 from . import messages
 from .child import Killed, Process, Program, spawn
 
+_NICE_AHEAD = 10  # enough to be ready for an upgrade where all processors are busy
+
 
 class Standby(Process):
-    """A daemon process that has been started ahead: it waits, its imports done, to be given a mount."""
+    """A daemon process that has been started ahead: it waits, its imports done, to be given a mount.
+
+    Until then it leaves the processors to everybody else, if it may come back from that.
+    """
 
     def __init__(self, program: Program, killed: Killed) -> None:
         """Start it; ``OSError`` when the program cannot be run. ``killed`` gets it when it is not wanted."""
@@ -26,7 +33,16 @@ class Standby(Process):
         with theirs:
             variables = {messages.ENV_STANDBY_FD: str(theirs.fileno())}
             super().__init__(spawn(program, variables, [theirs.fileno()]))
+        self._nice = os.getpriority(os.PRIO_PROCESS, 0)
+        if os.geteuid() == 0 or resource.getrlimit(resource.RLIMIT_NICE)[0] >= 20 - self._nice:
+            self._set_nice(_NICE_AHEAD)
         self.handover.setblocking(False)
+
+    def _set_nice(self, nice: int) -> None:
+        try:
+            os.setpriority(os.PRIO_PROCESS, self.pid, nice)
+        except OSError:
+            pass  # it has ended, or we are root without CAP_SYS_NICE: it works all the same
 
     def is_warm(self) -> bool | None:
         """Whether it has said that it waits; False: it is ending, or of another version. None: not yet."""
@@ -40,6 +56,7 @@ class Standby(Process):
     def give(self, fds: Sequence[int], passthrough: bool) -> bool:
         """Hand the descriptors over and close our end; False when it no longer takes them."""
         message = messages.Message(messages.HANDOVER, value=int(passthrough)).pack()
+        self._set_nice(self._nice)
         try:
             socket.send_fds(self.handover, [message], list(fds))
         except OSError:

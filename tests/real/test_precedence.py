@@ -35,6 +35,7 @@ def test_what_applications_wait_for_comes_first(make_cluster: MakeCluster, super
     assert nice_values(cluster, b"cachexfs.supervisor") == ({-7} if supervisor == "on" else set())
     until("a copy begins", lambda: nice_values(cluster, b"pfs_worker") == {5})
     if supervisor == "on":
+        until("the next daemon waits, behind all", lambda: nice_values(cluster, b"cachexfs.daemon") == {-7, 10})
         cluster.kill_daemon(0)
         assert (cluster.nodes[0].mountpoint / "f").stat().st_size == 8 << 20
         assert nice_values(cluster, b"cachexfs.daemon") == {-7}

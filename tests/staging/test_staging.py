@@ -49,14 +49,31 @@ def test_the_memory_of_a_removed_file_is_kept_and_given_to_the_next(memory: Path
     assert (staging.used_bytes, held_bytes(memory)) == (2 * MIB, 8 * MIB)
 
 
-def test_what_somebody_has_open_is_not_kept(memory: Path) -> None:
+def test_what_somebody_has_open_is_kept_once_nobody_has(memory: Path) -> None:
+    """A copy to the PFS that has just begun must not cost the next file its memory."""
     staging = opened(memory)
     write(staging, "1.1.a", b"a" * (8 * MIB))
     reader = staging.open_file("1.1.a")
     staging.remove("1.1.a")
+    write(staging, "1.2.a", b"b" * MIB)
+    staging.close()
+    staging = opened(memory)  # the next daemon, while the reader is the kernel's
+    write(staging, "1.3.a", b"b" * MIB)
     assert staging.spare_bytes == 0
     assert os.pread(reader, 8 * MIB, 0) == b"a" * (8 * MIB)
     os.close(reader)
+    write(staging, "1.4.a", b"b" * MIB)
+    assert staging.spare_bytes == 8 * MIB
+
+
+def test_memory_that_is_wanted_does_not_wait_until_all_have_closed_it(memory: Path) -> None:
+    staging = opened(memory)
+    write(staging, "1.1.a", b"a" * (24 * MIB))
+    reader = staging.open_file("1.1.a")
+    staging.remove("1.1.a")
+    staging.make_ready(LIMIT_BYTES - 16 * MIB)
+    os.close(reader)
+    assert held_bytes(memory) == 0
 
 
 def test_files_and_spare_together_stay_within_the_limit(memory: Path) -> None:
