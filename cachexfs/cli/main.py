@@ -36,6 +36,7 @@ COMMANDS = {
     "restart": Lazy("cachexfs.cli.restart", "Another daemon under a live mount."),
     "upgrade": Lazy("cachexfs.cli.restart", "Another version of the daemon under a live mount.", "upgrade"),
     "status": Lazy("cachexfs.cli.status", "How far each checkpoint has got; exit 3 on errors or lost protection."),
+    "metrics": Lazy("cachexfs.cli.metrics", "What status knows, for Prometheus."),
     "wait": Lazy("cachexfs.cli.wait", "Wait until a file or checkpoint is at a boundary."),
     "latest": Lazy("cachexfs.cli.latest", "The newest checkpoint that can be restarted from."),
     "explain": Lazy("cachexfs.cli.explain", "Why a path is where it is, and what would bring it further."),

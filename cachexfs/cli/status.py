@@ -91,7 +91,7 @@ def command(path: str | None, watch: bool, interval_s: float, refresh: bool, for
         return _refresh(path, forget=forget, as_json=as_json)
     while True:
         try:
-            reports = _collect(path)
+            reports = collect(path)
         except CannotTellError as error:  # a watch goes on over a restart
             if not watch:
                 raise
@@ -138,7 +138,8 @@ def _refresh(path: str, *, forget: bool, as_json: bool) -> int:
     return code
 
 
-def _collect(path: str | None) -> list[Report]:
+def collect(path: str | None) -> list[Report]:
+    """What every mount of this node says, or that of ``path``. Raises ``CannotTellError`` when there is none."""
     if path is not None:
         entry, relative = client.locate(path)
         # The root shows the whole mount.
