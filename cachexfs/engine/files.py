@@ -22,8 +22,9 @@ import trio
 from cachexfs.core.records import FID_STEP, Generation, Inode
 from cachexfs.engine.interfaces import ContentSource
 from cachexfs.engine.node import Node
-from cachexfs.engine.passing import Passing, look, mark, was_passed
+from cachexfs.engine.passing import Passing, was_passed
 from cachexfs.engine.publishing import Publishing
+from cachexfs.engine.stamps import has_kept, kept_time, look, mark
 from cachexfs.engine.unpublished import Unpublished
 from cachexfs.engine.vnode import UNWRITABLE, Handle, Vnode, keep_last, last_xattrs
 from cachexfs.engine.writing import Writing
@@ -148,7 +149,8 @@ class Files:
         vnode.stage, vnode.removed = stage, published is None
         vnode.awaited = was_passed(vnode.fd)
         vnode.sealed = published.size if published is not None and published.stage == stage else 0
-        vnode.version, vnode.mtime_ns = 1, os.fstat(vnode.fd).st_mtime_ns
+        vnode.version, vnode.seen, vnode.mtime_ns = 1, look(vnode.fd), kept_time(vnode.fd)
+        vnode.unstamped = not has_kept(vnode.fd)
         if (
             published is not None
             and published.stage == stage
@@ -161,7 +163,7 @@ class Files:
             vnode.content = Generation(0, found.st_size, b"", b"", stage, self.node.name)
             vnode.last = Inode(
                 "f", found.st_mode & 0o7777, found.st_uid, found.st_gid,
-                found.st_atime_ns, found.st_mtime_ns, found.st_ctime_ns, xattrs=last_xattrs(vnode.fd) or (),
+                found.st_atime_ns, vnode.mtime_ns, found.st_ctime_ns, xattrs=last_xattrs(vnode.fd) or (),
             )  # fmt: skip
         self._by_ino[ino] = self._current[fid] = vnode
 

@@ -24,7 +24,7 @@ from cachexfs.core.routes import PARTNER
 from cachexfs.engine.attributes import PREFIX
 from cachexfs.engine.names import Names
 from cachexfs.engine.stat import Attr
-from cachexfs.engine.vnode import WRITABLE, Handle, Vnode, keep_last
+from cachexfs.engine.vnode import WRITABLE, Handle, Vnode, keep_last, keep_time
 from cachexfs.errors import CacheXError, CatalogueUnavailableError, FsError, NotDurableError
 
 
@@ -65,7 +65,10 @@ class Filesystem(Names):
         if others:
             vnode = self.files.known(fid)
             if mtime_ns is not None and vnode is not None:
+                self.files.passing.refresh(vnode)
                 vnode.mtime_ns = mtime_ns
+                if vnode.dirty or vnode.passed:
+                    keep_time(vnode, mtime_ns)
             ctx = self.node.ctx()
             if self.node.catalogue.view.inode(fid) is not None:
                 await self._mutate(

@@ -23,6 +23,7 @@ from cachexfs.core import publication
 from cachexfs.core.transaction import Tx
 from cachexfs.engine.interfaces import ContentSource
 from cachexfs.engine.node import Node
+from cachexfs.engine.stamps import look, mark
 from cachexfs.engine.vnode import PASSED_MODE, PLAIN_MODE, Handle, Vnode
 from cachexfs.errors import CacheXError
 
@@ -41,23 +42,6 @@ AMPLE_NEEDS = 2  # with so many times the room that is kept ahead, the looks of 
 READY_BYTES_MAX = 512 << 20
 READY_FILES_MAX = 256  # asked at every open: more than write at a time
 READY_FIRST_BYTES = 32 << 20  # before an open is answered; the rest comes in pieces, between requests
-
-
-def look(fd: int) -> tuple[int, int]:
-    """(size, mtime in ns) of a staging file: what tells that the kernel has changed it."""
-    found = os.fstat(fd)
-    return found.st_size, found.st_mtime_ns
-
-
-def mark(fd: int) -> tuple[int, int]:
-    """``look``, and make sure that every later write shows: the kernel's stamps are coarse, two writes within some
-    milliseconds get the same one. So the file is given a stamp that no write gives it."""
-    size, stamp_ns = look(fd)
-    try:
-        os.utime(fd, ns=(stamp_ns, stamp_ns - 1))
-    except PermissionError:  # a file without a name may have become somebody else's
-        return size, stamp_ns
-    return size, stamp_ns - 1
 
 
 def was_passed(file: int | str) -> bool:

@@ -26,6 +26,7 @@ from cachexfs.engine.files import Files
 from cachexfs.engine.hold import Keeper
 from cachexfs.engine.node import Node
 from cachexfs.engine.passing import was_passed
+from cachexfs.engine.stamps import kept_time
 from cachexfs.engine.vnode import PLAIN_MODE
 from cachexfs.engine.writing import file_bytes_max
 from cachexfs.errors import CacheXError
@@ -213,7 +214,7 @@ async def _publish(node: Node, stage: str, fid: int, base: int, size: int, *, to
     fd = node.staging.open_file(stage)
     try:
         digest, tree, _ = await node.digests(fd, size)
-        mtime_ns = os.fstat(fd).st_mtime_ns
+        mtime_ns = kept_time(fd)
         os.fchmod(fd, PLAIN_MODE)
     finally:
         os.close(fd)

@@ -17,6 +17,7 @@ import trio
 
 from cachexfs.core.records import Generation, Inode
 from cachexfs.core.routes import PARTNER
+from cachexfs.engine import stamps
 from cachexfs.engine.interfaces import Synced
 
 WRITABLE = os.O_WRONLY | os.O_RDWR
@@ -140,6 +141,17 @@ def keep_last(vnode: Vnode) -> None:
         os.fchmod(vnode.fd, vnode.last.mode | 0o600)
     with contextlib.suppress(OSError):  # a tmpfs before Linux 6.6 has none
         os.setxattr(vnode.fd, LAST_XATTRS, msgspec.msgpack.encode(vnode.last.xattrs))
+    keep_time(vnode, max(vnode.mtime_ns, vnode.last.mtime_ns) if vnode.version else vnode.last.mtime_ns)
+
+
+def keep_time(vnode: Vnode, mtime_ns: int) -> None:
+    """Put an mtime on its staging file, beside bytes that are not published or have no name (``stamps``)."""
+    if vnode.fd < 0 or vnode.sealed == UNWRITABLE:
+        return
+    counted = stamps.look(vnode.fd) == vnode.seen
+    stamp = stamps.keep_time(vnode.fd, mtime_ns)
+    if counted:
+        vnode.seen, vnode.unstamped = stamp, False
 
 
 def last_xattrs(fd: int) -> tuple[tuple[bytes, bytes], ...] | None:

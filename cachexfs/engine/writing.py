@@ -22,7 +22,8 @@ from cachexfs.core.digest import Buffer
 from cachexfs.engine.copying import copy_bytes
 from cachexfs.engine.interfaces import ContentSource
 from cachexfs.engine.node import Node
-from cachexfs.engine.passing import Passing, mark
+from cachexfs.engine.passing import Passing
+from cachexfs.engine.stamps import mark
 from cachexfs.engine.vnode import Handle, Vnode, keep_last
 from cachexfs.errors import FsError
 

@@ -331,6 +331,48 @@ def test_a_removed_directory_stays_open_over_the_daemons_death(make_cluster: Cal
         os.close(fd)
 
 
+@pytest.mark.parametrize("way", ["kernel", "handler", "alone"])
+def test_times_that_are_set_before_the_close_stay_over_the_daemons_death(
+    make_cluster: Callable[..., LocalCluster], way: str
+) -> None:
+    """cp -a, tar and rsync set them last, and are not asked again."""
+    options = {"kernel": {"supervisor": "on"}, "handler": {"supervisor": "on", "passthrough": "off"}}
+    cluster = make_cluster(1, options.get(way, {"supervisor": "off"}))
+    mount = cluster.nodes[0].mountpoint
+    fds = {name: os.open(mount / name, os.O_WRONLY | os.O_CREAT) for name in ("set", "empty", "written")}
+    for name in ("set", "written"):
+        write_all(fds[name], b"bytes")
+    for fd in fds.values():
+        os.utime(fd, ns=(5, 7))
+    write_all(fds["written"], b"after")
+    for _ in range(1 if way == "alone" else 2):
+        cluster.kill_daemon(0)
+        if way == "alone":
+            cluster.remount(0)
+        assert [(mount / name).stat().st_mtime_ns for name in ("set", "empty")] == [7, 7]
+    assert (mount / "written").stat().st_mtime_ns > 7
+    for fd in fds.values():
+        with contextlib.suppress(OSError):  # alone: of a mount that is gone
+            os.close(fd)
+    cluster.umount()
+    assert [(cluster.pfs / name).stat().st_mtime_ns for name in ("set", "empty")] == [7, 7]
+    assert (cluster.pfs / "written").stat().st_mtime_ns > 7
+
+
+def test_times_of_a_file_without_a_name_stay_over_the_daemons_death(make_cluster: Callable[..., LocalCluster]) -> None:
+    cluster = make_cluster(1, {"supervisor": "on"})
+    path = cluster.nodes[0].mountpoint / "f"
+    with path.open("wb", buffering=0) as before, path.open("rb+", buffering=0) as after:
+        before.write(b"bytes")
+        os.utime(path, ns=(5, 7))
+        path.unlink()
+        for time_ns in (7, 9):
+            for _ in range(2):
+                cluster.kill_daemon(0)
+                assert os.fstat(before.fileno()).st_mtime_ns == time_ns
+            os.utime(after.fileno(), ns=(5, 9))
+
+
 def test_listings_have_dots_and_symlinks_no_attributes(mount: Path) -> None:
     """``ls -a``; and ``rsync -X`` fails on a name that is listed and not there."""
     (mount / "d").mkdir()
