@@ -11,6 +11,7 @@ commit file, whoever waits for it and however long; who is less patient is told 
 from __future__ import annotations
 
 import errno
+import logging
 from collections import OrderedDict
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -30,6 +31,8 @@ from cachexfs.engine.files import Files
 from cachexfs.engine.interfaces import FormatReader
 from cachexfs.engine.node import Node
 from cachexfs.errors import CacheXError, FsError
+
+log = logging.getLogger(__name__)
 
 FILES_MAX = 500_000
 CACHE_NAMES_MAX = 200_000  # in parsed commit files that are kept, about 30 MB
@@ -292,6 +295,7 @@ class Completeness:
             reading.result = members if members is not None else "no commit file"
         except FormatError as error:
             reading.result = f"{UNREADABLE}: {error}"
+            await self._note_each(tree)
         except (CacheXError, OSError) as error:
             reading.result = f"{UNREADABLE_NOW}: {error}"
             reading.ended_s = self.node.clock.now_s()
@@ -331,14 +335,29 @@ class Completeness:
     def _keep(self, key: _Key, members: Members | str, tree: dict[bytes, tuple[int, Inode]]) -> None:
         self._names -= _names_in(self._parsed.pop(key, ""))
         self._parsed[key] = members
-        if isinstance(members, Members) and members.commit in tree and b"/" not in members.commit:
-            child, inode = tree[members.commit]
-            self._members[child, inode.gen] = frozenset(members.needs)
+        if isinstance(members, Members):
+            self._note({**members.listed, members.commit: members.needs}, tree)
         self._names += _names_in(members)
         while self._names > CACHE_NAMES_MAX and len(self._parsed) > 1:
             self._names -= _names_in(self._parsed.popitem(last=False)[1])
+
+    def _note(self, listed: Mapping[Name, Collection[bytes]], tree: dict[bytes, tuple[int, Inode]]) -> None:
+        """What commit files list, for ``members_of``."""
+        for commit, names in listed.items():
+            if commit in tree and b"/" not in commit:
+                child, inode = tree[commit]
+                self._members[child, inode.gen] = frozenset(names)
         while len(self._members) > MEMBERS_MAX:
             del self._members[next(iter(self._members))]
+
+    async def _note_each(self, tree: dict[bytes, tuple[int, Inode]]) -> None:
+        """One commit file cannot be read: what the others list, and whether that one is something else altogether."""
+        bridge = _Bridge(self.reader, self.files, self.node, tree, self._lost(tree))
+        bridge.bytes_left = THREAD_BYTES_MAX
+        try:
+            self._note(await trio.to_thread.run_sync(formats.listed, bridge), tree)
+        except (CacheXError, OSError) as error:
+            log.debug("commit files that are not known: %s", error)
 
     async def newest_first(self, fid: int, ensure: Ensure | None = None) -> list[Candidate]:
         """What are checkpoints at or below a directory by their names, the newest first.

@@ -14,7 +14,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cachexfs.core.commitfiles import is_commit_name
-from cachexfs.core.formats import FORMATS, FormatError, Members, Missing, describe, describe_file, evaluate, recognise
+from cachexfs.core.formats import (
+    FORMATS,
+    FormatError,
+    Members,
+    Missing,
+    describe,
+    describe_file,
+    evaluate,
+    listed,
+    recognise,
+)
 
 HERE = Path(__file__).parent
 
@@ -49,6 +59,22 @@ def missing(content: Mapping[bytes, bytes]) -> list[bytes]:
     found = wants(content)
     names = [m.name for m in evaluate(found.needs, {name: len(data) for name, data in content.items()})]
     return names + ([b"!"] if found.incomplete_reason else [])
+
+
+def test_what_each_commit_file_lists_where_one_is_something_else() -> None:
+    others = {b"a.index.json": index("s"), b".metadata": b"mine", b"b.index.json": b"[]", b"c.index.json": b"{"}
+    content = {**others, b"d.index.json": b'{"weight_map": {"t": 3}}', b"trainer_state.json": b"{}"}
+    found = {commit: list(names) for commit, names in listed(MemoryFiles(content)).items()}
+    assert found == {b"a.index.json": [b"s"], b".metadata": [], b"b.index.json": [], b"c.index.json": []}
+
+
+def test_what_each_of_several_commit_files_lists() -> None:
+    found = wants(
+        {b"a.index.json": index("s"), b"b.index.json": index("t", "u"), b"trainer_state.json": b'{"global_step": 1}'}
+    )
+    assert {commit: sorted(names) for commit, names in found.listed.items()} == {
+        b"a.index.json": [b"s"], b"b.index.json": [b"t", b"u"],
+    }  # fmt: skip
 
 
 # evaluate, recognise

@@ -72,6 +72,32 @@ def test_members_without_their_commit_file_leave_the_old_checkpoint_as_it_is(
     assert watcher.verdict.wrong == []
 
 
+def test_a_file_with_a_commit_files_name_holds_up_nothing_that_it_does_not_list(
+    make_cluster: Callable[..., LocalCluster],
+) -> None:
+    """A log beside an index of somebody else's, and beside two indices whose shards are not there, never landed."""
+    cluster = make_cluster(1)
+    mount = cluster.nodes[0].mountpoint
+    contents = {
+        "a": {".metadata": b"mine"},
+        "b": {"words.index.json": b'{"cat": 3}'},
+        "c": {"model.safetensors.index.json": b'{"weight_map": {"t": "s"}}', "words.index.json": b"{"},
+        "d": {f"{i}.index.json": b'{"weight_map": {"t": "s"}}' for i in range(3)},
+        "e": {"trainer_state.json": b'{"global_step": 1}', "m.index.json": b'{"weight_map": {"t": "s"}}'},
+    }
+    for name, files in contents.items():
+        (mount / name).mkdir()
+        for file, data in (files | {"log": b"begin"}).items():
+            (mount / name / file).write_bytes(data)
+    until("on the PFS", lambda: all(xattr(mount / name, "stage") == "pfs" for name in contents))
+    for name in contents:
+        (mount / name / "log").write_bytes(b"begin, end")
+    cluster.umount()
+    for name, files in contents.items():
+        found = {path.name: path.read_bytes() for path in (cluster.pfs / name).iterdir()}
+        assert found == files | {"log": b"begin, end"}
+
+
 def test_removals_take_the_commit_file_first(make_cluster: Callable[..., LocalCluster], templates: Templates) -> None:
     cluster = make_cluster(2)
     mounts = [node.mountpoint for node in cluster.nodes]

@@ -8,10 +8,12 @@ take up to seconds for large commit files, so they belong outside the event loop
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import replace
 
 from cachexfs.core.commitfiles import is_pointer_name, pointer_target
 from cachexfs.core.formats.base import (
     Files,
+    ForeignError,
     Format,
     FormatError,
     Members,
@@ -40,6 +42,7 @@ __all__ = [
     "describe",
     "describe_file",
     "evaluate",
+    "listed",
     "may_be_checkpoint",
     "member_name",
     "prefixed",
@@ -121,6 +124,22 @@ def describe(files: Files) -> Members | None:
     return combine(parts) if parts else None
 
 
+def listed(files: Files) -> dict[bytes, Collection[bytes]]:
+    """What each commit file of the directory itself lists, where ``describe`` cannot tell of all of them. One that is
+    surely no commit file lists nothing; those of which nobody knows are left out."""
+    found: dict[bytes, Collection[bytes]] = {}
+    for known, commit in recognise([name for name in files.names() if b"/" not in name]):
+        if not known.lists:
+            continue
+        try:
+            found |= _members(known, commit, files, b"").listed
+        except ForeignError:
+            found[commit] = ()
+        except FormatError:
+            continue
+    return found
+
+
 def describe_file(files: Files, name: bytes) -> Members:
     """A file (``*.pt``, ``*.ckpt``, ``*.safetensors``, ...) as its own checkpoint: no members, and
     ``incomplete_reason`` when its own bytes say that it is cut."""
@@ -138,7 +157,8 @@ def _members(known: Format, commit: bytes, files: Files, directory: bytes) -> Me
     try:
         data = _content(files, commit) if known.reads(commit) else b""
         names = [name for name in files.names() if b"/" not in name]
-        return known.members(commit, data, names, files)
+        found = known.members(commit, data, names, files)
+        return replace(found, listed={commit: list(found.needs)}) if known.lists else found
     except FormatError as e:
         path = directory + b"/" + commit if directory else commit
-        raise FormatError(f"{path.decode(errors='backslashreplace')}: {e}") from None
+        raise type(e)(f"{path.decode(errors='backslashreplace')}: {e}") from None

@@ -9,7 +9,7 @@ Called by the completeness rules of the engine and by the commands, outside the 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from cachexfs.errors import CacheXError
@@ -23,6 +23,10 @@ class FormatError(CacheXError):
     """A commit file cannot be read; the message says why. The checkpoint's state is unknown, not bad."""
 
 
+class ForeignError(FormatError):
+    """A file with a commit file's name is surely something else: no framework takes it, so it claims nothing."""
+
+
 @dataclass(frozen=True, slots=True)
 class Members:
     """What one commit file asks for.
@@ -33,6 +37,7 @@ class Members:
     ``exact``: a whole file has exactly the size given. False: it may be longer.
     ``note``: one line for a person, or empty.
     ``incomplete_reason``: why the checkpoint is incomplete whatever files of ``needs`` exist, or None.
+    ``listed``: of each commit file that itself lists its members, what it lists.
     """
 
     commit: bytes
@@ -40,6 +45,7 @@ class Members:
     exact: bool = False
     note: str = ""
     incomplete_reason: str | None = None
+    listed: Mapping[bytes, Collection[bytes]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +79,8 @@ class Format(Protocol):
     """One framework's layout. Instances have no state; ``FORMATS`` lists them."""
 
     name: str
+    lists: bool
+    """Whether a commit file itself lists its members; else they follow from what is there."""
 
     def recognises(self, names: Collection[bytes]) -> list[bytes]:
         """The commit files of this format among ``names`` (a listing of the directory)."""
@@ -87,7 +95,7 @@ class Format(Protocol):
 
         ``names`` is the listing of the checkpoint directory; a format that needs names further below
         takes them from ``files``. Without ``files`` sizes that only headers tell are lower bounds.
-        Raises ``FormatError``, and nothing else for any ``data``.
+        Raises ``ForeignError`` for what no framework takes, else ``FormatError``, and nothing else for any ``data``.
         """
         ...
 
@@ -135,6 +143,7 @@ def prefixed(prefix: bytes, members: Members) -> Members:
         exact=members.exact,
         note=members.note,
         incomplete_reason=members.incomplete_reason,
+        listed={base + b"/" + commit: [base + b"/" + n for n in names] for commit, names in members.listed.items()},
     )
 
 
@@ -160,6 +169,7 @@ def combine(parts: Sequence[Members]) -> Members:
         exact=all(part.exact for part in parts),
         note="; ".join(dict.fromkeys(part.note for part in parts if part.note)),
         incomplete_reason="; ".join(dict.fromkeys(reasons)) or None,
+        listed={commit: names for part in parts for commit, names in part.listed.items()},
     )
 
 

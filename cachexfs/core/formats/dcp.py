@@ -179,6 +179,7 @@ class Dcp:
     """Format of native DCP (and of Megatron's ``torch_dist``, torchtitan, FSDP of accelerate)."""
 
     name = "dcp"
+    lists = True
 
     def recognises(self, names: Collection[bytes]) -> list[bytes]:
         """``.metadata``; only where there is none, every ``__R.metadata`` (by rank), as torch reads them."""

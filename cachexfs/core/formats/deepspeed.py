@@ -46,6 +46,7 @@ class DeepSpeed:
     """Recognises ``latest`` in the parent, and a step directory by rank 0's model file."""
 
     name = "deepspeed"
+    lists = False
 
     def recognises(self, names: Collection[bytes]) -> list[bytes]:
         """``latest`` when it is there; else rank 0's model file, which stands for a commit file."""

@@ -11,7 +11,7 @@ import re
 from collections.abc import Collection
 from dataclasses import replace
 
-from cachexfs.core.formats.base import Files, FormatError, Members, member_name
+from cachexfs.core.formats.base import Files, ForeignError, FormatError, Members, member_name
 from cachexfs.core.formats.wholeness import load_json, probe
 
 _INDEX_SUFFIX = b".index.json"
@@ -45,6 +45,7 @@ class HfIndex:
     """``model.safetensors.index.json`` and its like: ``{"weight_map": {tensor: file}}``."""
 
     name = "huggingface"
+    lists = True
 
     def recognises(self, names: Collection[bytes]) -> list[bytes]:
         return sorted(name for name in names if name.endswith(_INDEX_SUFFIX) and b"/" not in name)
@@ -57,7 +58,7 @@ class HfIndex:
         table = load_json(data)
         weight_map = table.get("weight_map") if isinstance(table, dict) else None
         if not isinstance(weight_map, dict):
-            raise FormatError("an index without weight_map")
+            raise ForeignError("an index without weight_map")
         shards = set()
         for shard in set(map(_text, weight_map.values())):
             shards.add(member_name(shard))
@@ -75,6 +76,7 @@ class HfTrainer:
     """``checkpoint-N`` of the Trainer: weights, and unless ``save_only_model``: optimizer, scheduler, rng."""
 
     name = "hf-trainer"
+    lists = False
 
     def recognises(self, names: Collection[bytes]) -> list[bytes]:
         return [_STATE] if _STATE in names else []
@@ -112,6 +114,7 @@ class Accelerate:
     """
 
     name = "accelerate"
+    lists = False
 
     def recognises(self, names: Collection[bytes]) -> list[bytes]:
         return [_RANDOM_0] if _RANDOM_0 in names else []

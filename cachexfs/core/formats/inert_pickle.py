@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from struct import Struct
 from struct import error as StructError
 
-from cachexfs.core.formats.base import FormatError, shown
+from cachexfs.core.formats.base import ForeignError, FormatError, shown
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +130,7 @@ class _Machine:
         if end > self.limits.bytes_max:
             raise FormatError(f"{end} bytes long; the limit is {self.limits.bytes_max}")
         if data[:1] != b"\x80" or data[1:2] not in (b"\x02", b"\x03", b"\x04", b"\x05"):
-            raise FormatError("not a pickle of protocol 2 to 5")
+            raise ForeignError("not a pickle of protocol 2 to 5")
         pos = 2
         try:
             while pos < end:

@@ -26,6 +26,7 @@ class Megatron:
     """The tracker in the parent, and ``metadata.json`` in an iteration's directory."""
 
     name = "megatron"
+    lists = False
 
     def recognises(self, names: Collection[bytes]) -> list[bytes]:
         """``metadata.json`` only beside Megatron's other files, for it is a common name."""

@@ -21,6 +21,7 @@ class LightningSharded:
     """DCP's files plus ``meta.pt``, which rank 0 writes last."""
 
     name = "lightning"
+    lists = False
 
     def recognises(self, names: Collection[bytes]) -> list[bytes]:
         """``meta.pt`` alone or beside DCP's files; others use the name too."""
@@ -39,6 +40,7 @@ class SingleFile:
     """One ``*.pt``, ``*.ckpt``, ``*.safetensors`` ... asked about by its own name."""
 
     name = "single-file"
+    lists = False
 
     def recognises(self, names: Collection[bytes]) -> list[bytes]:
         """Nothing: see the module's text."""

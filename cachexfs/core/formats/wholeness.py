@@ -13,7 +13,7 @@ import zlib
 from dataclasses import dataclass
 from struct import Struct
 
-from cachexfs.core.formats.base import SIZE_BYTES_MAX, Files, FormatError
+from cachexfs.core.formats.base import SIZE_BYTES_MAX, Files, ForeignError, FormatError
 
 JSON_BYTES_MAX = 256 << 20
 SAFETENSORS_HEADER_BYTES_MAX = 100_000_000  # the library's own limit
@@ -63,7 +63,7 @@ def probe_shard(files: Files | None, name: bytes) -> Probe:
 
 
 def load_json(data: bytes) -> object:
-    """``data`` as JSON, within ``JSON_BYTES_MAX``. Raises ``FormatError`` only."""
+    """``data`` as JSON. Raises ``ForeignError`` for what is none, ``FormatError`` at ``JSON_BYTES_MAX`` and depth."""
     if len(data) > JSON_BYTES_MAX:
         raise FormatError(f"{len(data)} bytes of JSON; the limit is {JSON_BYTES_MAX}")
     try:
@@ -72,7 +72,7 @@ def load_json(data: bytes) -> object:
     except RecursionError:
         raise FormatError("JSON nested too deeply") from None
     except ValueError as e:
-        raise FormatError(f"not JSON: {e}") from None
+        raise ForeignError(f"not JSON: {e}") from None
 
 
 def safetensors_size(header: bytes) -> int:
