@@ -68,6 +68,7 @@ class MountOptions(msgspec.Struct, frozen=True, kw_only=True):
     runtime_dir: str = ""
     uid: int | None = None  # of the daemon, where root mounts for another user
     gid: int | None = None
+    words: tuple[str, ...] = ()  # what was given, as ``key=value``, from wherever: for messages
 
     @property
     def nvme_directory(self) -> str | None:

@@ -23,7 +23,7 @@ from typing import Any
 import msgspec
 import trio
 
-from cachexfs import fuse_mount, succession, tmpfs
+from cachexfs import fuse_mount, staged, succession, tmpfs
 from cachexfs.adapters.awake import AwakeClock
 from cachexfs.adapters.catalogue_builtin import BuiltinCatalogue
 from cachexfs.adapters.catalogue_etcd import EtcdCatalogue
@@ -111,7 +111,7 @@ class Daemon:
         """A mount that never answered leaves nothing behind: neither an etcd member of its own nor a tmpfs."""
         if self.etcd is not None and self.etcd.pid is not None:
             os.kill(self.etcd.pid, signal.SIGTERM)
-        _remove_tree(self.staging.directory)
+        tmpfs.remove_tree(self.staging.directory)
         tmpfs.release(self.options)
         self.staging.close()
 
@@ -139,6 +139,7 @@ class Daemon:
             open_files = {h.node // FID_STEP * FID_STEP: h.node for h in open_ones if not h.is_dir}
             await recover.adopt(node, parts.keeper, parts.files, open_files, self._set_aside())
             load(parts)
+            self._say_whose_staging(is_confirmed=False)
             for task in self._tasks(node, parts):
                 services.start_soon(task)
             succession.leave_token(self.staging.directory, self.supervisor)
@@ -207,9 +208,17 @@ class Daemon:
             return
         try:
             await parts.node.pfs.stat(b"", FIRST_LOOK_S)
+            self._say_whose_staging(is_confirmed=True)
             await parts.importer.ensure(ROOT_FID)
         except (CacheXError, OSError, trio.TooSlowError) as error:
             log.warning("the PFS directory %s: %s", self.options.pfs, error or "no answer")
+
+    def _say_whose_staging(self, *, is_confirmed: bool) -> None:
+        """For ``status`` and the next mount. ``is_confirmed``: PFS_DIR has the identity that the staging is for."""
+        try:
+            staged.leave(self.staging.directory, self.options, is_confirmed=is_confirmed)
+        except OSError as error:  # it is full: that is no reason not to drain it
+            log.warning("%s cannot be written: %s", staged.NAME, error)
 
     async def _start_replicas(self, node: Node) -> ReplicaStore | None:
         if self.options.nvme_directory is None:
@@ -337,15 +346,16 @@ class Daemon:
             return
         if not fuse_mount.device(self.options.mountpoint):
             unprotect(self.options.mountpoint)
+        keeps_data = self.serving.exit_code != 0 or bool(self.staging.orphans())
         try:
-            if self.serving.exit_code == 0 and not self.staging.orphans():
+            if not keeps_data:
                 await self._give_back(catalogue)
                 log.info("the end: everything is on the PFS")
             else:
                 log.error("the end, with data that is not on the PFS: mount again with the same options to go on")
         finally:
             self.staging.close()
-            self._registration.remove()
+            self._registration.remove(keeps_data=keeps_data)
 
     async def _give_back(self, catalogue: Catalogue) -> None:
         if isinstance(catalogue, BuiltinCatalogue):
@@ -357,23 +367,11 @@ class Daemon:
             )  # fmt: skip
         elif self.etcd is not None:
             await self.etcd.stop()
-        _remove_tree(self.staging.directory)
+        tmpfs.remove_tree(self.staging.directory)
         for own in (self.options.spill_directory, self.options.nvme_directory):
             if own is not None:
-                _remove_tree(Path(own))
+                tmpfs.remove_tree(Path(own))
         tmpfs.release(self.options)
-
-
-def _remove_tree(directory: Path) -> None:
-    for path in sorted(directory.rglob("*"), key=lambda p: len(p.parts), reverse=True):
-        try:
-            path.rmdir() if path.is_dir() and not path.is_symlink() else path.unlink()
-        except OSError as error:
-            log.warning("left behind: %s: %s", path, error)
-    try:
-        directory.rmdir()
-    except OSError:
-        return  # a mount point, or shared with others
 
 
 class Answer:

@@ -17,7 +17,8 @@ from cachexfs.config import MountOptions
 
 
 class Entry(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What a daemon registers. ``device`` is "major:minor" of the mount, "" once umount(8) has taken it away."""
+    """What a daemon registers. ``device`` is "major:minor" of the mount, "" once umount(8) has taken it away; ``pid``
+    is 0 when the daemon has ended and left data in ``staging``."""
 
     mountpoint: str
     pfs: str
@@ -28,6 +29,7 @@ class Entry(msgspec.Struct, frozen=True, omit_defaults=True):
     socket: str
     log: str
     started_s: float = 0.0
+    staging: str = ""
     owner: int = 0  # of the directory that it was found in, whatever the file says
 
 
@@ -53,12 +55,20 @@ class Registration:
         """Whether the entry is there: nobody has removed it."""
         return self._entry.exists()
 
-    def remove(self) -> None:
-        """The mount is gone. Its records stay, and what another daemon has registered since."""
+    def remove(self, *, keeps_data: bool = False) -> None:
+        """The mount is gone. Its records stay, and what another daemon has registered since.
+
+        ``keeps_data``: what is not on the PFS stays in staging, and the entry says where.
+        """
         try:
-            is_ours = json.loads(self._entry.read_bytes()).get("pid") == os.getpid()
+            entry = json.loads(self._entry.read_bytes())
+            is_ours = entry.get("pid") == os.getpid()
         except (OSError, ValueError):
             return  # ``umount --abandon`` has taken it away
-        if is_ours:
+        if not is_ours:
+            return
+        self.socket.unlink(missing_ok=True)
+        if keeps_data:
+            self.write(msgspec.convert(entry | {"pid": 0, "device": ""}, Entry))
+        else:
             self._entry.unlink(missing_ok=True)
-            self.socket.unlink(missing_ok=True)

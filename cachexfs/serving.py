@@ -18,7 +18,7 @@ from collections.abc import Callable
 import pyfuse3
 import trio
 
-from cachexfs import fuse_mount
+from cachexfs import fuse_mount, tmpfs
 from cachexfs.config import MountOptions
 from cachexfs.control_server import ControlServer
 from cachexfs.engine.filesystem import Filesystem
@@ -91,7 +91,7 @@ class Serving:
             Entry(
                 mountpoint=options.mountpoint, pfs=options.pfs, node=options.node, job=options.job, pid=os.getpid(),
                 device=device, socket=str(self._registration.socket),
-                log=options.log_file or "", started_s=self._now_s(),
+                log=options.log_file or "", started_s=self._now_s(), staging=tmpfs.staging_directory(options),
             )
         )  # fmt: skip
 

@@ -55,6 +55,19 @@ def mend(directory: Path) -> tuple[int, int]:
     return kept, skipped
 
 
+def count_pending(directory: Path) -> tuple[int, int]:
+    """(changes of the PFS that wait, bytes of the files among them) in the staging of a mount without a daemon.
+
+    Reads what is whole of the journal, and changes nothing. Raises ``OSError`` where there is none (several nodes).
+    """
+    data = (directory / JOURNAL_NAME).read_bytes()
+    view = Replica()
+    for _, payload in journal.whole_frames(data):
+        _apply_leniently(view, payload)
+    waiting = [op for _, op, _ in view.ops()]
+    return len(waiting), sum(op.size for op in waiting if op.kind == OpKind.PUT and not op.cancelled)
+
+
 def _mend_names(view: Replica) -> None:
     """What has lost its name gets that back from a pending change, else it is forgotten: its bytes become orphans."""
     for fid, inode in view.inodes():

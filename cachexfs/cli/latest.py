@@ -6,6 +6,7 @@ import os
 
 import click
 
+from cachexfs import staged
 from cachexfs.cli import client, mounts
 from cachexfs.cli.child import run_in_child
 from cachexfs.cli.output import write, write_error, write_json, write_warning
@@ -51,6 +52,8 @@ def command(directory: str, boundary: str | None, below: int | None, as_json: bo
 
 def _bare(directory: str, below: int | None) -> Latest:
     for entry in mounts.registry():
+        if not entry.pid and staged.read(entry.staging) is None:
+            continue  # what it had left is gone
         if entry.mountpoint == directory or directory.startswith(entry.mountpoint.rstrip("/") + "/"):
             raise CannotTellError(f"{entry.mountpoint} was a mount and is not mounted now: mount it again first")
 

@@ -27,6 +27,7 @@ from cachexfs.cli.mount_checks import (
     check_address,
     check_directories,
     check_machine,
+    check_memory,
     choose_supervisor,
     clear_mountpoint,
     detach,
@@ -34,6 +35,7 @@ from cachexfs.cli.mount_checks import (
 from cachexfs.cli.mount_help import EPILOG
 from cachexfs.cli.options import load_options
 from cachexfs.cli.output import write_json, write_warning
+from cachexfs.cli.pfs_check import Adoption
 from cachexfs.config import MountOptions, mount_id
 from cachexfs.errors import EXIT_DONE, CacheXError, CannotTellError, UsageError
 from cachexfs.machine import take_precedence
@@ -87,16 +89,18 @@ def command(
         name = mount_id(options.mountpoint, options.node) + ".log"
         options = msgspec.structs.replace(options, log_file=os.path.join(options.runtime_dir, name))
     check_machine(options)
+    check_memory(options)
     options = choose_supervisor(options)
     user = user_of(options)
     if user is not None and not check:
         _give(options, user)
-    clear_mountpoint(options.mountpoint, options.runtime_dir, change=not check, user=user)
+    adoption = Adoption(options, change=not check)
+    clear_mountpoint(options.mountpoint, options.runtime_dir, not check, user, adoption.check)
     if not check:
         with acting_as(user):
             end_earlier(options)
     with acting_as(user):
-        check_directories(options, change=not check)
+        check_directories(options, adoption, change=not check)
         others = mounts.registry(options.runtime_dir)
     if not check:
         check_address(options)

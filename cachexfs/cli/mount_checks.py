@@ -11,8 +11,8 @@ import errno
 import os
 import shutil
 import socket
-import stat
 import subprocess
+from collections.abc import Callable
 from contextlib import suppress
 
 import msgspec
@@ -20,12 +20,15 @@ import msgspec
 from cachexfs.cli import client, mounts
 from cachexfs.cli.child import run_in_child
 from cachexfs.cli.identity import acting_as
+from cachexfs.cli.output import write_warning
+from cachexfs.cli.pfs_check import PFS_TIMEOUT_S, Adoption, check_new, check_nvme
 from cachexfs.cli.protocol import Pong
 from cachexfs.config import MountOptions
+from cachexfs.core import sizes
 from cachexfs.errors import CannotTellError, UsageError
+from cachexfs.machine import memory_limit_bytes
 from cachexfs.tmpfs import is_in_use
 
-PFS_TIMEOUT_S = 10.0
 UMOUNT_TIMEOUT_S = 5.0
 FUSE_DEVICE = "/dev/fuse"
 LIBFUSE_WITH_DESCRIPTORS = (3, 3)  # takes /dev/fd/N for a mount point
@@ -41,8 +44,13 @@ def check_machine(options: MountOptions) -> None:
             "(docker run --device /dev/fuse --cap-add SYS_ADMIN)"
         ) from None
     except OSError as error:
+        hint = ""
+        if error.errno == errno.EACCES and os.geteuid() != 0:
+            hint = (
+                f"; root lets all users with 'chmod 666 {FUSE_DEVICE}', as udev does, or mounts for one (-o user=NAME)"
+            )
         raise UsageError(
-            f"cannot open {FUSE_DEVICE} ({error.strerror}): this user or container may not mount"
+            f"cannot open {FUSE_DEVICE} ({error.strerror}): this user or container may not mount{hint}"
         ) from None
     if os.geteuid() == 0:
         return
@@ -50,6 +58,23 @@ def check_machine(options: MountOptions) -> None:
         raise UsageError("fusermount3 is missing, which mounts for users who are not root: install the package fuse3")
     if options.allow_other and not _fuse_conf_allows_other():
         raise UsageError("allow_other needs the line 'user_allow_other' in /etc/fuse.conf, or root")
+
+
+def check_memory(options: MountOptions) -> None:
+    """Refuse to stage more than there is: the kernel would end processes when it is used. Raises ``UsageError``.
+
+    What is staged already is adopted all the same, with a warning.
+    """
+    limit = memory_limit_bytes()
+    if options.memory <= limit:
+        return
+    text = (
+        f"memory={sizes.format_size(options.memory)} is more than this machine or its cgroup allows "
+        f"({sizes.format_size(limit)})"
+    )
+    if not is_in_use(options):
+        raise UsageError(f"{text}: give less, as a size or in percent (default: 25%)")
+    write_warning(f"{text}: unmount, and mount with less")
 
 
 def choose_supervisor(options: MountOptions) -> MountOptions:
@@ -103,11 +128,15 @@ def _fuse_conf_allows_other() -> bool:
         return False
 
 
-def clear_mountpoint(mountpoint: str, runtime_dir: str, change: bool, user: tuple[int, int] | None = None) -> None:
+def clear_mountpoint(
+    mountpoint: str, runtime_dir: str, change: bool, user: tuple[int, int] | None = None,
+    may_adopt: Callable[[], None] = lambda: None,
+) -> None:  # fmt: skip
     """Make sure that the mount point is an empty directory; take a dead mount of ours away (not without ``change``).
 
-    The directory is not touched before it is known that no live daemon of ours answers for it. Raises ``UsageError``,
-    or ``CannotTellError`` when a daemon neither answers nor is dead.
+    The directory is not touched before it is known that no live daemon of ours answers for it, and ``may_adopt`` has
+    raised nothing: a dead mount refuses writes, which the directory below it might take. Raises ``UsageError``, or
+    ``CannotTellError`` when a daemon neither answers nor is dead.
     """
     mount = next((m for m in mounts.read_mountinfo()[0] if m.mountpoint == mountpoint), None)
     if mount is not None and not change:
@@ -123,6 +152,8 @@ def clear_mountpoint(mountpoint: str, runtime_dir: str, change: bool, user: tupl
                 )
         elif not _answers_enotconn(mountpoint, user):
             raise UsageError(f"{mountpoint} is mounted already, by a daemon that is not in {runtime_dir}")
+        with acting_as(user):
+            may_adopt()
         detach(mountpoint)
     try:
         names = os.listdir(mountpoint)
@@ -172,10 +203,12 @@ def detach(mountpoint: str) -> None:
     raise CannotTellError(f"cannot take the dead mount {mountpoint} away: {said}")
 
 
-def check_directories(options: MountOptions, change: bool) -> None:
+def check_directories(options: MountOptions, adoption: Adoption, change: bool) -> None:
     """The PFS directory (in a child: it may hang), NVMe, staging and runtime directories. Raises ``UsageError``."""
-    if not options.offline and not _adopts(options):
-        _check_pfs(options.pfs)
+    if not options.offline and not is_in_use(options):
+        check_new(options.pfs)
+        check_nvme(options)
+    adoption.check()
     for key, path in (("nvme", options.nvme), ("staging", options.staging)):
         if path is None or (key == "nvme" and options.uid is not None and _is_given(options)):
             continue
@@ -194,34 +227,6 @@ def _is_given(options: MountOptions) -> bool:
     """Whether this job's part of the NVMe directory is there, in root's directory."""
     directory = options.nvme_directory
     return directory is not None and os.path.isdir(os.path.dirname(directory))
-
-
-def _adopts(options: MountOptions) -> bool:
-    """Whether staging holds what a dead mount left: that is adopted, whatever state the PFS is in."""
-    return is_in_use(options)
-
-
-def _check_pfs(path: str) -> None:
-    def probe() -> tuple[bool, bool]:
-        # By the effective identity: root may be acting as the user for whom it mounts.
-        return stat.S_ISDIR(os.stat(path).st_mode), os.access(path, os.R_OK | os.W_OK | os.X_OK, effective_ids=True)
-
-    try:
-        is_directory, is_usable = run_in_child(probe, PFS_TIMEOUT_S)
-    except FileNotFoundError:
-        raise UsageError(
-            f"the PFS directory '{path}' does not exist: create it, or check that the PFS is mounted"
-        ) from None
-    except TimeoutError:
-        raise CannotTellError(
-            f"the PFS directory '{path}' has not answered for {PFS_TIMEOUT_S:g} s: wait, or mount with -o offline"
-        ) from None
-    except OSError as error:
-        raise CannotTellError(f"cannot read the PFS directory '{path}': {error.strerror}") from None
-    if not is_directory:
-        raise UsageError(f"the PFS directory '{path}' is not a directory")
-    if not is_usable:
-        raise UsageError(f"no permission to write into the PFS directory '{path}'")
 
 
 def _check_local(key: str, path: str, missing_is_well: bool) -> None:

@@ -131,12 +131,18 @@ def entry_of(mount: KernelMount, entries: list[Entry]) -> Entry | None:
     return next((e for e in entries if e.device == mount.device and e.owner in (0, os.geteuid(), mount.owner)), None)
 
 
-def _below(path: str, mountpoint: str) -> bool:
+def draining(mountpoint: str, entries: list[Entry]) -> Entry | None:
+    """The registered daemon that still drains a mount which was taken away from it, or whose supervisor has died."""
+    return next((e for e in entries if e.mountpoint == mountpoint and not e.device and is_alive(e.pid)), None)
+
+
+def is_below(path: str, mountpoint: str) -> bool:
+    """Whether a path, absolute and without symlinks, is the mount point or lies in it."""
     return path == mountpoint or path.startswith(mountpoint.rstrip("/") + "/")
 
 
 def _holding(path: str, mounts: list[KernelMount]) -> KernelMount | None:
-    found = [mount for mount in mounts if _below(path, mount.mountpoint)]
+    found = [mount for mount in mounts if is_below(path, mount.mountpoint)]
     return max(found, key=lambda mount: len(mount.mountpoint)) if found else None
 
 

@@ -279,6 +279,7 @@ def load_options(
     words = [word for word in words if word[0] != "config" and (word[0] in OPTIONS or not sloppy)]
     path = config_file or (named[-1] if named else environ.get("CACHEXFS_CONFIG"))
     values: dict[str, object] = {}
+    given: dict[str, str] = {}
     raw = list(_from_file(path)) if path else []
     for key, text, source in [*raw, *_from_environment(environ), *_from_flags(words)]:
         option = OPTIONS[key]
@@ -286,6 +287,10 @@ def load_options(
             values[option.field] = option.parse(text)
         except UsageError as error:
             raise UsageError(f"option '{key}' {source}: {error}") from None
+        given[key] = str(values[option.field]) if option.parse is parse_path else text
+    if "job" not in given and (job := launcher_job(environ)):  # a later shell is not of that job
+        given["job"] = job
+    values["words"] = tuple(f"{key}={text}" for key, text in given.items())
     values.setdefault("memory", _memory(MEMORY_SHARE_DEFAULT))
     return _resolve(values, parse_path(pfs), parse_path(mountpoint), environ)
 

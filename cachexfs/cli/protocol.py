@@ -135,6 +135,7 @@ class Status(msgspec.Struct, frozen=True):
     pfs_state: str = "ok"
     pfs_error: str | None = None
     pfs_away_s: float = 0.0
+    pfs_refuses: str = ""
     held_up: int = 0
     staging_used: int = 0
     staging_limit: int = 0

@@ -6,29 +6,21 @@ Role: asks a child process (``python -m cachexfs.recovery``), which needs no dae
 
 from __future__ import annotations
 
-import json
 import os
-import selectors
-import subprocess
-import sys
-import time
 from collections import Counter
-from collections.abc import Callable, Iterator
 
 import click
 import msgspec
 
-from cachexfs.cli import client, mounts
+from cachexfs.cli import client, mounts, recovery_child
 from cachexfs.cli.output import shown, table, write, write_error, write_json
 from cachexfs.cli.progress import bar
-from cachexfs.cli.protocol import Pong, Progress, Vouched
+from cachexfs.cli.protocol import Pong, Vouched
 from cachexfs.errors import EXIT_DONE, EXIT_NOT_DURABLE, CacheXError, CannotTellError, UsageError
-from cachexfs.recovery.report import HeldStore, Line, Listing, Mended, Request, Result
+from cachexfs.recovery.report import HeldStore, Listing, Mended, Request, Result
 from cachexfs.registration import Entry
 
 NVME_VARIABLE = "CACHEXFS_NVME"
-#: The child tells of every piece that it reads or writes; so long a silence means that the PFS hangs.
-SILENCE_S = 120.0
 PING_SILENCE_S = 5.0
 #: etcd's restart and election.
 DEAD_SILENCE_S = 60.0
@@ -77,7 +69,7 @@ def command(
         nvme and os.path.abspath(nvme), pfs_dir and os.path.abspath(pfs_dir), list_only, verify, job, elsewhere, wait_s
     )
     with bar("recovering", not as_json) as draw:
-        answer = _ask(request, draw)
+        answer = recovery_child.ask(request, draw)
     if answer.result is not None:
         return _show_result(answer.result, as_json)
     return _show_listing(answer.listing or Listing(), as_json)
@@ -102,58 +94,6 @@ def _lives(entry: Entry) -> bool:
     except CacheXError:
         return True
     return True
-
-
-# ---- the child
-def _ask(request: Request, draw: Callable[[Progress], None]) -> Line:
-    child = subprocess.Popen(
-        [sys.executable, "-m", "cachexfs.recovery"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    )  # fmt: skip
-    try:
-        assert child.stdin is not None
-        child.stdin.write(json.dumps(msgspec.to_builtins(request)).encode())
-        child.stdin.close()
-        for line in _lines(child, SILENCE_S):
-            answer = msgspec.convert(json.loads(line), Line)
-            if answer.error:
-                raise _failure(answer)
-            if answer.done:
-                return answer
-            draw(Progress(answer.bytes_done, answer.bytes_total, answer.files_done, answer.files_total))
-    finally:
-        # In state D it does not end; nobody waits for it then.
-        child.kill()
-        try:
-            child.wait(1.0)
-        except subprocess.TimeoutExpired:
-            child.returncode = -9  # so that nobody warns of it
-        if child.stdout is not None:
-            child.stdout.close()
-    raise CannotTellError("the recovery process ended without an answer; its own words are above")
-
-
-def _lines(child: subprocess.Popen[bytes], silence_s: float) -> Iterator[bytes]:
-    assert child.stdout is not None
-    buffer, deadline_s = bytearray(), time.monotonic() + silence_s
-    with selectors.DefaultSelector() as selector:
-        selector.register(child.stdout, selectors.EVENT_READ)
-        while True:
-            if not selector.select(max(0.0, deadline_s - time.monotonic())):
-                raise CannotTellError(f"nothing has moved for {silence_s:.0f} s: does the PFS hang?")
-            data = os.read(child.stdout.fileno(), 1 << 20)
-            if not data:
-                return
-            buffer += data
-            *lines, rest = bytes(buffer).split(b"\n")
-            buffer = bytearray(rest)
-            yield from lines
-            deadline_s = time.monotonic() + silence_s
-
-
-def _failure(answer: Line) -> CacheXError:
-    error = CacheXError(answer.error)
-    error.exit_code = answer.exit
-    return error
 
 
 # ---- showing
@@ -212,7 +152,7 @@ def _store_lines(store: HeldStore) -> list[str]:
 # ---- a damaged journal
 def _mend(staging_dir: str, as_json: bool) -> int:
     request = Request(None, None, journal=os.path.abspath(staging_dir))
-    mended = _ask(request, lambda _: None).mended or Mended(0, 0)
+    mended = recovery_child.ask(request).mended or Mended(0, 0)
     if as_json:
         write_json({"kept": mended.kept, "skipped": mended.skipped})
     else:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import click
 import msgspec
 
-from cachexfs.cli import client, mounts
+from cachexfs.cli import client, mounts, waiting
 from cachexfs.cli.output import shown, table, write, write_error, write_json
 from cachexfs.cli.protocol import Checkpoint, FileState, Refreshed, Status
 from cachexfs.core.sizes import format_duration, format_rate, format_size
@@ -32,16 +32,19 @@ LIST_MAX = 20
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What one mount said: its status, or why there is none."""
+    """What one mount said: its status, or why there is none; ``left``: it has ended, and what it left in staging."""
 
     mountpoint: str
     status: Status | None
     raw: dict[str, object]
     error: str = ""
+    left: waiting.Left | None = None
 
     @property
     def exit_code(self) -> int:
-        """3 on any error or lost protection, 4 without an answer, else 0."""
+        """3 on any error, lost protection or data without a mount, 4 without an answer, else 0."""
+        if self.left is not None:
+            return EXIT_NOT_DURABLE if self.left.is_data else EXIT_DONE
         if self.status is None:
             return EXIT_CANNOT_TELL
         return EXIT_NOT_DURABLE if problems(self.status) else EXIT_DONE
@@ -57,6 +60,8 @@ def problems(status: Status) -> list[str]:
     if status.pfs_state in ("unreachable", "hung"):
         waits = f"; {status.held_up} changes wait and land by themselves" if status.held_up else ""
         found.append(f"the PFS is {_pfs_state(status)}{waits}")
+    if status.pfs_refuses:
+        found.append(f"the PFS directory {status.pfs} {status.pfs_refuses}; they wait, and are tried again")
     for error in status.errors:
         where = " ".join(filter(None, [error.path, f"({error.node})" if error.node else ""]))
         found.append(f"{where}: {error.error}")
@@ -141,22 +146,23 @@ def _refresh(path: str, *, forget: bool, as_json: bool) -> int:
 def collect(path: str | None) -> list[Report]:
     """What every mount of this node says, or that of ``path``. Raises ``CannotTellError`` when there is none."""
     if path is not None:
-        entry, relative = client.locate(path)
-        # The root shows the whole mount.
-        return [_ask(entry, relative or None)]
+        return [_of_path(path)]
     entries = mounts.registry()
     reports: list[Report] = []
+    left = {waits.owner.mountpoint: waits for waits in waiting.find()}
     for mount in mounts.read_mountinfo()[0]:
+        waits = left.pop(mount.mountpoint, None)
         entry_found = mounts.entry_of(mount, entries)
-        if entry_found is None and os.environ.get("CACHEXFS_RUNTIME_DIR"):
+        if entry_found is None and mounts.draining(mount.mountpoint, entries):
+            continue  # its supervisor has died: below
+        if entry_found is None and waits is None and os.environ.get("CACHEXFS_RUNTIME_DIR"):
             continue  # one of several nodes on this machine: the mounts of the others are not its own
-        if entry_found is None:
-            reports.append(Report(mount.mountpoint, None, {}, str(client.dead(mount.mountpoint, None))))
-            continue
         try:
+            if entry_found is None:
+                raise client.dead(mount.mountpoint, None)
             reports.append(_ask(entry_found, None))
         except CacheXError as error:
-            reports.append(Report(mount.mountpoint, None, {}, str(error)))
+            reports.append(_no_answer(mount.mountpoint, error, waits))
     for entry in entries:  # what umount(8) has taken away, while its daemon still drains
         if not entry.device and mounts.is_alive(entry.pid):
             try:
@@ -165,9 +171,44 @@ def collect(path: str | None) -> list[Report]:
                 continue  # it has drained everything, and gives back what it had
             except CacheXError as error:
                 reports.append(Report(entry.mountpoint, None, {}, str(error)))
+    reports += [_left(waits) for waits in left.values()]
     if not reports:
         raise CannotTellError("no CacheX FS mount on this node: 'cachexfs mount PFS_DIR MOUNTPOINT' makes one")
     return reports
+
+
+def _of_path(path: str) -> Report:
+    """The root of a mount shows all of it."""
+    found = mounts.find(path)
+    mountpoint = found.mount.mountpoint if found is not None else mounts.resolve(path, [])
+    entry, relative = (found.entry, found.relative) if found is not None else (None, "")
+    if entry is None:
+        entry = mounts.draining(mountpoint, mounts.registry())
+    waits = waiting.find_at(mountpoint) if entry is None or not mounts.is_alive(entry.pid) else None
+    if found is None and entry is None and waits is not None:
+        return _left(waits)
+    try:
+        if entry is None:
+            entry, relative = client.locate(path)
+        return _ask(entry, relative or None)
+    except client.DeadDaemonError as error:
+        if waits is None:
+            raise
+        raise CannotTellError(_no_answer(mountpoint, error, waits).error) from None
+
+
+def _no_answer(mountpoint: str, error: CacheXError, waits: waiting.Waiting | None) -> Report:
+    """A mount whose daemon does not answer; where that is dead, with what it has left."""
+    if waits is None or not isinstance(error, client.DeadDaemonError):
+        return Report(mountpoint, None, {}, str(error))
+    left = waiting.look(waits)
+    held = f"{left.amount} staged in {waits.directory} is not on {waits.owner.pfs}"
+    return Report(mountpoint, None, {}, f"the daemon of {mountpoint} is dead; {held}: {left.ways_on}")
+
+
+def _left(waits: waiting.Waiting) -> Report:
+    left = waiting.look(waits)
+    return Report(waits.owner.mountpoint, None, left.as_json(), left=left)
 
 
 def _ask(entry: Entry, relative: str | None) -> Report:
@@ -180,7 +221,7 @@ def _ask(entry: Entry, relative: str | None) -> Report:
 def _print_json(path: str | None, reports: list[Report]) -> None:
     answers = [
         {**report.raw, "exit": report.exit_code}
-        if report.status is not None
+        if report.status is not None or report.left is not None
         else {"mountpoint": report.mountpoint, "error": report.error, "exit": report.exit_code}
         for report in reports
     ]
@@ -189,10 +230,13 @@ def _print_json(path: str | None, reports: list[Report]) -> None:
 
 def _print_words(path: str | None, reports: list[Report]) -> None:
     for number, report in enumerate(reports):
+        lines = [""] if number else []
+        if report.left is not None:
+            write("\n".join(lines + _left_lines(report.left)))
+            continue
         if report.status is None:
             write_error(report.error)
             continue
-        lines = [""] if number else []
         if path is None or not report.status.file:
             lines += _mount_lines(report.status)
         if report.status.file is not None:
@@ -212,7 +256,21 @@ def _red(text: str) -> str:
 def _pfs_state(status: Status) -> str:
     """``ok``, or ``hung for 42 s: no answer to land a/b``."""
     since = f" for {format_duration(status.pfs_away_s)}" if status.pfs_away_s else ""
-    return f"{status.pfs_state}{since}" + (f": {status.pfs_error}" if status.pfs_error else "")
+    refuses = f", {status.pfs_refuses}" if status.pfs_refuses else ""
+    return f"{status.pfs_state}{since}{refuses}" + (f": {status.pfs_error}" if status.pfs_error else "")
+
+
+def _left_lines(left: waiting.Left) -> list[str]:
+    owner = left.waits.owner
+    lines = [
+        f"{shown(owner.mountpoint)} on {shown(owner.pfs)}  node {owner.node}, job {owner.job}: not mounted",
+        f"  staged    {format_size(left.staged_bytes)} in {shown(left.waits.directory)}; {left.amount} not on the PFS",
+    ]
+    if left.is_data:
+        waits = f"staged data waits for the PFS directory {owner.pfs}, and nothing copies it now: {left.ways_on}"
+        return [*lines, _red("error: " + shown(waits))]
+    give_back = f"'cachexfs umount {owner.mountpoint}' after it gives the memory back"
+    return [*lines, f"  to do     {shown(left.ways_on)}; {shown(give_back)}"]
 
 
 def _mount_lines(status: Status) -> list[str]:

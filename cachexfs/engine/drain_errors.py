@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+from collections import Counter
 from dataclasses import dataclass, field
 
 import msgspec
@@ -48,12 +49,13 @@ class Attempts:
 
 @dataclass(slots=True)
 class Progress:
-    """Numbers for ``status``. ``errors``: of changes that were refused; ``held_up``: those that the PFS has not
-    answered, with their paths."""
+    """Numbers for ``status``. ``errors``: of changes that were refused, ``refused``: their errnos; ``held_up``: those
+    that the PFS has not answered, with their paths."""
 
     landed_bytes: int = 0
     landed_ops: int = 0
     errors: dict[bytes, str] = field(default_factory=dict)
+    refused: dict[bytes, int] = field(default_factory=dict)
     held_up: dict[bytes, bytes] = field(default_factory=dict)
 
 
@@ -87,6 +89,7 @@ class DrainErrors:
     def over(self, key: bytes) -> None:
         """A change has landed, or need not land, or waits for something else than its error."""
         self.progress.errors.pop(key, None)
+        self.progress.refused.pop(key, None)
         if self.progress.held_up.pop(key, None) is not None and not self.progress.held_up:
             away_s = self.node.clock.now_s() - self._outage_s
             log.warning("the PFS answers again: it kept %d changes waiting, for %.0f s", self._held_up_count, away_s)
@@ -101,6 +104,7 @@ class DrainErrors:
     def _hold_up(self, key: bytes, op: Op, error: BaseException) -> None:
         held_up = self.progress.held_up
         self.progress.errors.pop(key, None)
+        self.progress.refused.pop(key, None)
         if not held_up:
             self._outage_s, self._held_up_count = self.node.clock.now_s(), 0
             log.error("%s; what is pending waits, and lands by itself (%r first)", pfs_health(self.node).words, op.path)
@@ -118,6 +122,14 @@ class DrainErrors:
         return f"{changes} because the PFS did not answer; they are tried again, and land by themselves"
 
     # ---- refusals
+    def refusal(self) -> str:
+        """That a PFS which answers takes no changes, with its most frequent reason; empty when it refuses none."""
+        codes = Counter(self.progress.refused.values())
+        if not codes:
+            return ""
+        code, count = codes.most_common(1)[0]
+        return f"refuses {count} change{'' if count == 1 else 's'}: {errno_name(code)}"
+
     async def _show(self, key: bytes, op: Op, error: BaseException, attempts: Attempts) -> None:
         what = str(error)
         if isinstance(error, OSError) and error.errno:
@@ -126,6 +138,8 @@ class DrainErrors:
         text = f"drain: {op.kind}: {what}; next try in {attempts.delay_s:.2g} s"
         self.over(key)
         self.progress.errors[key] = text
+        if isinstance(error, OSError) and error.errno:
+            self.progress.refused[key] = error.errno
         log.warning("%r: %s", op.path, text)
         parked = self._parks(error, attempts)
         ctx = self.node.ctx()

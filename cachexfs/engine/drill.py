@@ -25,6 +25,7 @@ READERS_MAX = 4
 PATIENCE_S = 240.0  # for a large commit file that has not been read before
 PIECE_BYTES = 4 << 20
 PEER_DEADLINE_S = 20.0
+NO_PARTNER = "this mount has no partner to drill with: without this node only the PFS has what it saved"
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +69,8 @@ class Drill:
 
     async def run(self, fid: int, without: str | None, on_piece: Callable[[int], None]) -> Report:
         """Drill the checkpoint in a directory. ``on_piece`` gets bytes as they are read. Raises ``CacheXError``."""
+        if not self.node.replica_count:
+            return Report(without or self.node.name, reason=NO_PARTNER)
         checkpoint = await self.completeness.checkpoint(fid, PATIENCE_S)
         if checkpoint is None:
             return Report(

@@ -27,6 +27,7 @@ class Request(msgspec.Struct, frozen=True):
     elsewhere: bool = False
     wait_s: float = 0.0
     journal: str | None = None  # instead of all that: mend the catalogue in this staging directory
+    pending: str | None = None  # or count what in this staging directory is not on the PFS
 
 
 class HeldFile(msgspec.Struct, frozen=True):
@@ -76,6 +77,13 @@ class Mended(msgspec.Struct, frozen=True):
     skipped: int
 
 
+class Pending(msgspec.Struct, frozen=True):
+    """The answer to ``pending``: changes of the PFS that wait in staging, bytes of the files among them."""
+
+    changes: int
+    size: int
+
+
 class Outcome(msgspec.Struct, frozen=True):
     """What became of one content."""
 
@@ -113,3 +121,4 @@ class Line(msgspec.Struct, frozen=True):
     listing: Listing | None = None
     result: Result | None = None
     mended: Mended | None = None
+    pending: Pending | None = None

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from cachexfs.adapters.journal_file import mend
+from cachexfs.adapters.journal_file import count_pending, mend
 from cachexfs.adapters.replica_copy import Committed
 from cachexfs.config import safe_name
 from cachexfs.errors import CannotTellError, CorruptError, UsageError
@@ -19,7 +19,18 @@ from cachexfs.recovery import held
 from cachexfs.recovery.choice import Candidate, choose, decode_record, of_manifest
 from cachexfs.recovery.held import Store
 from cachexfs.recovery.publish import Publisher
-from cachexfs.recovery.report import HeldFile, HeldStore, Line, Listing, Mended, Outcome, Request, Result, SafeFile
+from cachexfs.recovery.report import (
+    HeldFile,
+    HeldStore,
+    Line,
+    Listing,
+    Mended,
+    Outcome,
+    Pending,
+    Request,
+    Result,
+    SafeFile,
+)
 from cachexfs.recovery.target import Target
 
 RETRY_S = 2.0
@@ -58,6 +69,9 @@ def run(request: Request, say: Callable[[Line], None]) -> Line:
     if request.journal is not None:
         kept, skipped = mend(Path(request.journal))
         return Line(done=True, mended=Mended(kept, skipped))
+    if request.pending is not None:
+        changes, size = count_pending(Path(request.pending))
+        return Line(done=True, pending=Pending(changes, size))
     progress = Progress(say)
     stores = held.find(request.nvme, request.job and safe_name(request.job)) if request.nvme is not None else []
     if request.list_only or request.to is None:

@@ -117,6 +117,7 @@ def test_status_of_a_path(daemon: FakeDaemon, run: Run) -> None:
             "the PFS is hung for 30.0 s; 7 changes wait and land",
         ),
         ({"errors": [{"path": "a", "error": "EIO", "node": "n2"}]}, "a (n2): EIO"),
+        ({"pfs_refuses": "refuses 2 changes: EROFS (x)"}, "error: the PFS directory /pfs refuses 2 changes: EROFS (x)"),
         ({"checkpoints": [{"path": "c", "error": "bad"}]}, "c: bad"),
     ],
 )

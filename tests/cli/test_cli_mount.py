@@ -10,7 +10,7 @@ import msgspec
 import pytest
 from cli_support import FakeDaemon, Run, list_mount
 
-from cachexfs.cli import mount_checks
+from cachexfs.cli import mount_checks, pfs_check
 from cachexfs.cli.main import COMMANDS
 from cachexfs.config import MountOptions
 from cachexfs.errors import UsageError
@@ -73,7 +73,7 @@ def test_a_pfs_that_hangs_does_not_hang_mount(
     def never(function: object, timeout_s: float) -> object:
         raise TimeoutError
 
-    monkeypatch.setattr(mount_checks, "run_in_child", never)
+    monkeypatch.setattr(pfs_check, "run_in_child", never)
     assert "offline" in refused(run, *places, code=4)
     assert run("mount", "--check", *places, "-o", "offline").code == 0
 
@@ -81,6 +81,18 @@ def test_a_pfs_that_hangs_does_not_hang_mount(
 def test_no_fuse_device(places: tuple[Path, Path], run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(mount_checks, "FUSE_DEVICE", str(tmp_path / "nofuse"))
     assert "modprobe fuse" in refused(run, *places)
+
+
+def test_more_memory_than_there_is(
+    places: tuple[Path, Path], run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(mount_checks, "memory_limit_bytes", lambda: 24 << 30)
+    for how in ([], ["--check"]):
+        assert "allows (24.0 GiB)" in refused(run, *how, *places, "-o", "memory=1T")
+    assert run("mount", "--check", *places, "-o", "memory=24G").code == 0
+    (tmp_path / "pfs-id").touch()  # what is staged already is adopted
+    ran = run("mount", "--check", *places, "-o", f"memory=1T,staging={tmp_path}")
+    assert (ran.code, "warning: memory=1.0 TiB is more" in ran.err) == (0, True)
 
 
 def test_a_user_without_fusermount_or_permission(monkeypatch: pytest.MonkeyPatch, places: tuple[Path, Path]) -> None:

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import shlex
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -102,6 +103,29 @@ def test_a_killed_daemon_is_told_and_mount_with_the_same_options_brings_all_back
     alone.mount()
     assert (mountpoint / "kept").read_bytes() == b"kept"
     assert run(alone, "status").code == 0
+
+
+def test_what_an_umount_could_not_bring_to_the_pfs_is_found_and_goes_on_by_the_command_that_status_names(
+    make_cluster: Callable[..., LocalCluster],
+) -> None:
+    cluster = make_cluster(1)
+    mountpoint, away = cluster.nodes[0].mountpoint, cluster.root / "pfs-away"
+    cluster.pfs.rename(away)
+    (mountpoint / "kept").write_bytes(b"k" * 100_000)
+    assert run(cluster, "umount", mountpoint, "--timeout", "1").code == 3
+    left = json.loads(run(cluster, "status", mountpoint, "--json").out)
+    assert (left["exit"], left["pending_bytes"], left["mounted"]) == (3, 100_000, False)
+    assert left["command"] in run(cluster, "status").out
+    other = cluster.root / "other"
+    other.mkdir()
+    refused = run(cluster, *(str(other) if word == left["pfs"] else word for word in shlex.split(left["command"])[1:]))
+    assert (refused.code, left["command"] in refused.err, os.listdir(other)) == (2, True, [])
+    away.rename(cluster.pfs)
+    assert run(cluster, *shlex.split(left["command"])[1:]).code == 0
+    assert (mountpoint / "kept").read_bytes() == b"k" * 100_000
+    cluster.umount()
+    assert (cluster.pfs / "kept").read_bytes() == b"k" * 100_000
+    assert run(cluster, "status").code == 4
 
 
 def test_mount_prints_what_it_made_and_foreground_ends_with_a_signal(

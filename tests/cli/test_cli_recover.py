@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from cachexfs.cli import recover
+from cachexfs.cli import recovery_child
 from cachexfs.cli.main import run
 from cachexfs.errors import EXIT_CANNOT_TELL, EXIT_DONE, EXIT_USAGE
 
@@ -26,7 +26,7 @@ def test_a_hung_pfs_is_told_and_not_waited_for(
     script.write_text(f"#!/bin/sh\necho $$ >{pid}\nexec sleep 600\n")
     script.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(script))
-    monkeypatch.setattr(recover, "SILENCE_S", 2.0)
+    monkeypatch.setattr(recovery_child, "SILENCE_S", 2.0)
     assert run(["recover", "--to", str(tmp_path)]) == EXIT_CANNOT_TELL
     assert "does the PFS hang?" in capsys.readouterr().err
     deadline_s = time.monotonic() + 100

@@ -108,7 +108,8 @@ def test_one_node_alone_has_nothing_to_come_back_from(
     until_restartable(cluster, "step-1", "pfs")
     ended = drill(cluster, 0, "step-1", "--json")
     assert ended.code == EXIT_NOT_DURABLE
-    assert not any(ok for _, ok in files(ended).values())
+    assert "no partner to drill with" in ended.err
+    assert files(ended) == {}
 
 
 @pytest.mark.parametrize("nodes", [2, 3])

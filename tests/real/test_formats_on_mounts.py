@@ -248,6 +248,15 @@ def test_logs_beside_no_checkpoint_leave_no_doubt_and_unknown_files_do(
         assert "weights.npz" in ended.err
 
 
+def test_latest_sends_who_saves_single_files_to_explain(alone: LocalCluster, mount: Path) -> None:
+    (mount / "model.safetensors").write_bytes(b"cut")
+    until_stage(mount / "model.safetensors", "pfs")
+    for directory in (mount, alone.pfs / mount.name):
+        ended = alone.run(0, "latest", str(directory))
+        assert (ended.code, "cachexfs explain model.safetensors" in ended.err) == (4, True)
+    assert "not whole" in alone.run(0, "explain", str(mount / "model.safetensors")).out
+
+
 def large_commit_file(files: dict[str, int], items: int) -> bytes:
     """A ``.metadata`` of several MB that names ``files`` with these sizes, by torch's own classes."""
     from torch.distributed.checkpoint.filesystem import _StorageInfo

@@ -93,7 +93,11 @@ async def test_what_is_refused_is_still_told_for_each_file(scene: Scene) -> None
     await trio.sleep(60)
     progress = scene.life.parts.drainer.progress
     assert (len(progress.errors), progress.held_up) == (2, {})
+    assert scene.life.parts.drainer.errors.refusal() == "refuses 2 changes: EDQUOT (Disk quota exceeded)"
     assert "EDQUOT" in (await scene.life.parts.attributes.of(await scene.ino(b"a")))["error"]
+    scene.before = lambda step: None
+    await trio.sleep(60)
+    assert (scene.life.parts.drainer.errors.refusal(), progress.errors) == ("", {})
 
 
 @scene(fsync="pfs")

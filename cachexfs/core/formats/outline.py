@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Collection, Iterator
 
 from cachexfs.core.commitfiles import is_pointer_name, step_of
+from cachexfs.core.formats.wholeness import SINGLE_SUFFIXES
 
 _DCP_COMMIT = b".metadata"
 _SHARD = re.compile(rb"__([0-9]{1,7})_[0-9]{1,7}\.distcp")
@@ -117,6 +118,13 @@ def unknown_files(paths: Collection[bytes]) -> str:
     if not paths:
         return ""
     first = min(paths).decode(errors="backslashreplace")
+    single = min((path for path in paths if path.endswith(SINGLE_SUFFIXES)), default=None)
+    if single is not None:
+        name = single.decode(errors="backslashreplace")
+        return (
+            f"'{name}' is a single file, which no commit file calls complete: take the one that was saved last; on the "
+            f"mount, 'cachexfs explain {name}' says whether it is whole, and how far it has got (docs/formats.md)"
+        )
     some = f"{len(paths)} files there belong" if len(paths) > 1 else "a file there belongs"
     return f"{some} to no checkpoint format that is known, '{first}' for one: see docs/formats.md"
 

@@ -19,6 +19,7 @@ JSON_BYTES_MAX = 256 << 20
 SAFETENSORS_HEADER_BYTES_MAX = 100_000_000  # the library's own limit
 _PICKLE_BYTES_MAX = 256 << 20
 _TORCH_SUFFIXES = (b".pt", b".pth", b".bin", b".ckpt")
+SINGLE_SUFFIXES = (*_TORCH_SUFFIXES, b".safetensors")  # of files whose own bytes say whether they are whole
 
 _HEADER_LENGTH = Struct("<Q")
 _ZIP_START = b"PK\x03\x04"

@@ -1,0 +1,154 @@
+"""What mounts have left in staging on this node: data that is not on the PFS and waits for the next mount.
+
+Role: for ``status``, and for the warning of a mount whose PFS is away. Found by the registry's entries of daemons that
+have ended, and in the places where staging lies by default (an entry goes when the user's ``XDG_RUNTIME_DIR`` goes).
+Reads staging only; what a living daemon uses is left out. No concurrency.
+"""
+
+from __future__ import annotations
+
+import glob
+import os
+import shlex
+from dataclasses import dataclass
+
+from cachexfs import staged
+from cachexfs.cli import client, mounts, recovery_child
+from cachexfs.config import mount_id
+from cachexfs.core.sizes import format_size
+from cachexfs.errors import CacheXError
+from cachexfs.recovery.report import Pending, Request
+from cachexfs.registration import Entry
+
+LOCK = "lock"  # of the daemon that uses the directory
+LOCKS = "/proc/locks"
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """A staging directory and the mount that it belongs to."""
+
+    directory: str
+    owner: staged.Owner
+
+
+@dataclass(frozen=True, slots=True)
+class Left:
+    """How much waits in one: ``pending`` is None when only other nodes could tell, or nobody."""
+
+    waits: Waiting
+    staged_bytes: int
+    pending: Pending | None
+
+    @property
+    def is_data(self) -> bool:
+        """Whether something of it may not be on the PFS."""
+        return self.pending is None or self.pending.changes > 0
+
+    @property
+    def amount(self) -> str:
+        """``3.0 MiB in 2 changes``, or how much there may be at most."""
+        if self.pending is None:
+            return f"up to {format_size(self.staged_bytes)}"
+        count = self.pending.changes
+        return f"{format_size(self.pending.size)} in {count} change{'' if count == 1 else 's'}" if count else "nothing"
+
+    @property
+    def ways_on(self) -> str:
+        """The commands that bring it to the PFS."""
+        owner = self.waits.owner
+        ways = f"'{staged.mount_command(owner)}' goes on with it"
+        if owner.nvme_directory is not None:
+            job, pfs = shlex.quote(os.path.dirname(owner.nvme_directory)), shlex.quote(owner.pfs)
+            ways += f"; if the job has ended on all nodes, 'cachexfs recover {job} --to {pfs}' on each of them"
+        return ways
+
+    def as_json(self) -> dict[str, object]:
+        """As ``status --json`` has it."""
+        owner = self.waits.owner
+        return {
+            "mountpoint": owner.mountpoint, "pfs": owner.pfs, "node": owner.node, "job": owner.job, "mounted": False,
+            "staging": self.waits.directory, "staging_used": self.staged_bytes,
+            "pending_bytes": self.pending.size if self.pending else None,
+            "pending_ops": self.pending.changes if self.pending else None, "command": staged.mount_command(owner),
+        }  # fmt: skip
+
+
+def look(waits: Waiting) -> Left:
+    """How much is in it."""
+    places = [os.path.join(waits.directory, "files"), waits.owner.spill_directory]
+    try:
+        pending = recovery_child.ask(Request(None, None, pending=waits.directory)).pending
+    except CacheXError:
+        pending = None
+    return Left(waits, sum(_bytes_below(place) for place in places if place is not None), pending)
+
+
+def _bytes_below(directory: str) -> int:
+    total = 0
+    for parent, _, names in os.walk(directory):
+        for name in names:
+            try:
+                total += os.lstat(os.path.join(parent, name)).st_blocks * 512
+            except OSError:
+                continue
+    return total
+
+
+def find() -> list[Waiting]:
+    """All that this user may see, by mount point. Other users' are left out, but by root, who mounts for them."""
+    entries = mounts.registry()
+    directories = {entry.staging: entry.owner for entry in entries if entry.staging}
+    uid = os.geteuid()
+    if not os.environ.get("CACHEXFS_RUNTIME_DIR"):
+        for pattern in [f"/dev/shm/cachexfs-{uid}-*", *(f"{place}/staging/*" for place in mounts.runtime_dirs())]:
+            for directory in glob.glob(pattern):
+                directories.setdefault(directory, uid)
+    alive = {_key(entry.mountpoint, entry.node) for entry in entries if _lives(entry)}
+    locked = _locked()
+    found = []
+    for directory, whose in directories.items():
+        try:
+            if os.stat(directory).st_uid not in (whose, uid) or _inode(os.path.join(directory, LOCK)) in locked:
+                continue
+        except OSError:
+            continue
+        owner = staged.read(directory)
+        if owner is not None and _key(owner.mountpoint, owner.node) not in alive:
+            found.append(Waiting(directory, owner))
+    return sorted(found, key=lambda waits: waits.owner.mountpoint)
+
+
+def find_at(path: str) -> Waiting | None:
+    """What the mount left in which ``path`` lay, if it is not mounted now."""
+    absolute = mounts.resolve(path, [])
+    held = [waits for waits in find() if mounts.is_below(absolute, waits.owner.mountpoint)]
+    return max(held, key=lambda waits: len(waits.owner.mountpoint)) if held else None
+
+
+def _key(mountpoint: str, node: str) -> str:
+    return mount_id(mountpoint, node)
+
+
+def _lives(entry: Entry) -> bool:
+    return mounts.is_alive(entry.pid) or client.is_supervised(entry)
+
+
+def _inode(path: str) -> tuple[int, int, int]:
+    status = os.stat(path)
+    return os.major(status.st_dev), os.minor(status.st_dev), status.st_ino
+
+
+def _locked() -> set[tuple[int, int, int]]:
+    """(major, minor, inode number) of all files that processes on this machine have locked with flock(2)."""
+    found = set()
+    try:
+        with open(LOCKS, encoding="ascii", errors="replace") as file:
+            for line in file:
+                words = line.split()
+                if "FLOCK" in words and (place := next((w for w in words if w.count(":") == 2), "")):
+                    major, minor, inode = place.split(":")
+                    found.add((int(major, 16), int(minor, 16), int(inode)))
+    except (OSError, ValueError):
+        return found
+    return found

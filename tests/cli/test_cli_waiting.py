@@ -1,0 +1,88 @@
+"""Data in staging without a mount: ``status`` finds it, and says how it goes on."""
+
+import fcntl
+import json
+from pathlib import Path
+
+import msgspec
+import pytest
+from cli_support import Run, list_mount
+
+from cachexfs import staged
+from cachexfs.adapters import journal_file
+from cachexfs.cli import mounts
+from cachexfs.cli.options import load_options
+from cachexfs.config import mount_id
+from cachexfs.core import journal
+from cachexfs.core.journal import Mutation
+from cachexfs.core.records import Op, OpKind, encode, op_key
+
+
+@pytest.fixture
+def staging(tmp_path: Path, runtime: Path, kernel: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Of a mount of ``/pfs`` at ``tmp_path / "m"`` that has ended: 3 MiB in one change have not landed."""
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    path, mountpoint = tmp_path / "staging", tmp_path / "m"
+    (path / "files").mkdir(parents=True)
+    (path / "files" / "1").write_bytes(bytes(5 << 20))
+    (path / "lock").touch()
+    mountpoint.mkdir(exist_ok=True)
+    options = load_options("/pfs", str(mountpoint), ["node=n1", f"staging={path}"], None, {})
+    staged.leave(path, options, is_confirmed=True)
+    op = Op(kind=OpKind.PUT, path=b"a", fid=5, size=3 << 20, owner="n1")
+    frame = journal.encode(Mutation(1, [(op_key("1-n1"), encode(op))]))
+    (path / journal_file.JOURNAL_NAME).write_bytes(journal.header() + frame)
+    entry = {"mountpoint": str(mountpoint), "pfs": "/pfs", "node": "n1", "job": "j", "pid": 0, "device": "",
+             "socket": f"{runtime}/x.sock", "log": "", "staging": str(path)}  # fmt: skip
+    (runtime / f"{mount_id(str(mountpoint), 'n1')}.json").write_text(json.dumps(entry))
+    return path
+
+
+def test_status_says_what_waits_where_and_how_it_goes_on(staging: Path, tmp_path: Path, run: Run) -> None:
+    command = f"cachexfs mount /pfs {tmp_path}/m -o node=n1,staging={staging}"
+    for arguments in (["status"], ["status", tmp_path / "m"], ["status", tmp_path / "m" / "a" / "b"]):
+        ran = run(*arguments)
+        assert (ran.code, ran.err) == (3, "")
+        for said in ("not mounted", f"5.0 MiB in {staging}; 3.0 MiB in 1 change not on the PFS", "/pfs", command):
+            assert said in ran.out
+    found = json.loads(run("status", tmp_path / "m", "--json").out)
+    assert (found["exit"], found["mounted"], found["pending_bytes"], found["pending_ops"]) == (3, False, 3 << 20, 1)
+    assert (found["staging"], found["command"]) == (str(staging), command)
+    assert json.loads(run("status", "--json").out)["mounts"] == [found]
+
+
+def test_what_only_other_nodes_could_tell_may_be_all_that_is_staged(staging: Path, run: Run) -> None:
+    (staging / journal_file.JOURNAL_NAME).unlink()
+    ran = run("status")
+    assert ran.code == 3
+    assert "up to 5.0 MiB not on the PFS" in ran.out
+
+
+def test_a_dead_mount_says_the_same(staging: Path, kernel: Path, tmp_path: Path, run: Run) -> None:
+    list_mount(kernel, tmp_path / "m", "0:5")
+    ran = run("status", tmp_path / "m")
+    assert ran.code == 4
+    for said in ("is dead", "3.0 MiB in 1 change staged", f"cachexfs mount /pfs {tmp_path}/m -o node=n1"):
+        assert said in ran.err
+
+
+def test_what_a_daemon_uses_does_not_wait(staging: Path, tmp_path: Path, run: Run) -> None:
+    with (staging / "lock").open() as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert "not inside a CacheX FS mount" in run("status", tmp_path / "m").err
+    assert run("status", tmp_path / "m").code == 3
+
+
+def test_a_daemon_that_lives_has_left_nothing(staging: Path, run: Run) -> None:
+    (entry,) = mounts.registry()
+    Path(entry.socket).with_name(f"{mount_id(entry.mountpoint, 'n1')}.json").write_text(
+        json.dumps(msgspec.to_builtins(msgspec.structs.replace(entry, pid=1, device="0:5")))  # in another namespace
+    )
+    ran = run("status")
+    assert (ran.code, ran.out) == (4, "")
+
+
+def test_staging_that_is_gone_is_forgotten(staging: Path, tmp_path: Path, run: Run) -> None:
+    (staging / staged.NAME).unlink()
+    assert run("status").code == 4
+    assert "was a mount" not in run("latest", tmp_path / "m").err
