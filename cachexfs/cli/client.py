@@ -154,7 +154,7 @@ def _ask_once(
 
 def _connect(entry: Entry, silence_s: float) -> socket.socket:
     """A connection to the daemon; while a supervisor starts the next one, wait for that."""
-    deadline_s = time.monotonic() + RESTART_TIMEOUT_S
+    deadline_s = time.monotonic() + min(RESTART_TIMEOUT_S, silence_s)
     while True:
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         connection.settimeout(silence_s)

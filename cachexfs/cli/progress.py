@@ -1,15 +1,63 @@
-"""A progress bar on a terminal, nothing elsewhere.
+"""A progress bar on a terminal; elsewhere nothing, or a line now and then for who reads a log.
 
-Role: for ``wait`` and ``umount``. rich is imported only where a bar is drawn.
+Role: for ``wait``, ``umount`` and the like. rich is imported only where a bar is drawn. Concurrency: ``Lines`` has a
+thread of its own, so that a daemon which says nothing does not silence the command.
 """
 
 from __future__ import annotations
 
+import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from cachexfs.cli.output import on_terminal
+from cachexfs.cli.output import on_terminal, shown
 from cachexfs.cli.protocol import Progress
+
+LINE_EVERY_S = 10.0
+
+
+class Lines:
+    """What a command waits for, on stderr: at once when it begins to wait, and every ``LINE_EVERY_S`` until it ends."""
+
+    def __init__(self, every_s: float = LINE_EVERY_S) -> None:
+        self._every_s = every_s
+        self._text = ""
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="lines", daemon=True)
+
+    def says(self, text: str) -> None:
+        """What is waited for now."""
+        is_first, self._text = not self._text, text
+        if is_first:
+            self._write()
+            self._thread.start()
+
+    def end(self) -> None:
+        """It waits no more."""
+        self._is_over.set()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def _run(self) -> None:
+        while not self._is_over.wait(self._every_s):
+            self._write()
+
+    def _write(self) -> None:
+        print(f"cachexfs: {shown(self._text)}", file=sys.stderr, flush=True)
+
+
+@contextmanager
+def lines(show: bool = True) -> Iterator[Callable[[str], None]]:
+    """A function that takes what the command waits for; nothing is shown on a terminal, which has a bar."""
+    if not show or on_terminal():
+        yield lambda _: None
+        return
+    said = Lines()
+    try:
+        yield said.says
+    finally:
+        said.end()
 
 
 @contextmanager

@@ -182,8 +182,9 @@ def _of_path(path: str) -> Report:
     found = mounts.find(path)
     mountpoint = found.mount.mountpoint if found is not None else mounts.resolve(path, [])
     entry, relative = (found.entry, found.relative) if found is not None else (None, "")
-    if entry is None:
-        entry = mounts.draining(mountpoint, mounts.registry())
+    if entry is None:  # drained after umount(8), or just ending
+        ours = [e for e in mounts.registry() if e.mountpoint == mountpoint and mounts.is_alive(e.pid)]
+        entry = ours[0] if ours else None
     waits = waiting.find_at(mountpoint) if entry is None or not mounts.is_alive(entry.pid) else None
     if found is None and entry is None and waits is not None:
         return _left(waits)

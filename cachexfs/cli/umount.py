@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 from contextlib import suppress
 
 import click
@@ -11,15 +12,20 @@ import click
 from cachexfs.cli import client, mounts
 from cachexfs.cli.mount_checks import detach
 from cachexfs.cli.output import shown, write_error, write_json
-from cachexfs.cli.progress import bar
-from cachexfs.cli.protocol import Unmounted
+from cachexfs.cli.progress import bar, lines
+from cachexfs.cli.protocol import Progress, Unmounted
 from cachexfs.config import mount_id
-from cachexfs.errors import EXIT_CANNOT_TELL, EXIT_DONE, EXIT_NOT_DURABLE, CannotTellError, UsageError
+from cachexfs.core.sizes import format_size
+from cachexfs.errors import EXIT_CANNOT_TELL, EXIT_DONE, EXIT_NOT_DURABLE, CannotTellError, TimedOutError, UsageError
 from cachexfs.mountpoint import unprotect
 from cachexfs.registration import Entry
 
 GONE_TIMEOUT_S = 30.0
 POLL_S = 0.05
+SAY_AFTER_S = 1.0
+#: Of the command's time limit, what is kept for the unmount after the drain: a share of it, at most so much.
+END_S, END_SHARE = 2.0, 0.25
+DETACH_S = 0.5  # before the limit, a mount that is busy is detached
 #: The daemon reports progress while it drains; this much silence means that it hangs.
 SILENCE_S = 60.0
 LIST_MAX = 20
@@ -27,7 +33,13 @@ LIST_MAX = 20
 
 @click.command("umount")
 @click.argument("mountpoint")
-@click.option("--timeout", "timeout_s", type=click.FloatRange(min=0), metavar="SECONDS", help="How long to drain.")
+@click.option(
+    "--timeout",
+    "timeout_s",
+    type=click.FloatRange(min=0),
+    metavar="SECONDS",
+    help="How long the command may take, the drain included.",
+)
 @click.option("--abandon", is_flag=True, help="Do not drain; also takes away a mount whose daemon is dead.")
 @click.option("--json", "as_json", is_flag=True, help="Print what is left as a JSON object.")
 def command(mountpoint: str, timeout_s: float | None, abandon: bool, as_json: bool) -> int:
@@ -41,34 +53,79 @@ def command(mountpoint: str, timeout_s: float | None, abandon: bool, as_json: bo
         raise UsageError(f"'{mountpoint}' is not a CacheX FS mount on this node: see 'cachexfs status'")
     if found.relative:
         raise UsageError(f"'{mountpoint}' lies inside a mount: give the mount point, {found.mount.mountpoint}")
-    entry = found.entry
-    try:
-        if entry is None:
-            raise client.dead(found.mount.mountpoint, None)
-        request = {"op": "umount", "timeout_s": timeout_s, "abandon": abandon}
-        with bar("draining", not as_json) as draw:
-            answer = client.ask(entry, request, Unmounted, draw, SILENCE_S)
-    except client.DeadDaemonError as error:
-        if not abandon:
-            raise CannotTellError(f"{error}; or give --abandon to take the dead mount away") from None
-        _take_away(found.mount, entry)
-        write_error(f"the daemon of {found.mount.mountpoint} was dead: cannot tell what had not reached the PFS; "
-                    "mount again with the same options to bring it there")  # fmt: skip
-        return EXIT_CANNOT_TELL
-    _await_gone(found.mount, entry)
+    entry, limit = found.entry, Limit(timeout_s)
+    with lines(not as_json) as say:
+        try:
+            if entry is None:
+                raise client.dead(found.mount.mountpoint, None)
+            answer = _drain(entry, limit, abandon, as_json, say)
+        except client.DeadDaemonError as error:
+            if not abandon:
+                raise CannotTellError(f"{error}; or give --abandon to take the dead mount away") from None
+            _take_away(found.mount, entry)
+            write_error(f"the daemon of {found.mount.mountpoint} was dead: cannot tell what had not reached the PFS; "
+                        "mount again with the same options to bring it there")  # fmt: skip
+            return EXIT_CANNOT_TELL
+        still = _await_gone(found.mount, entry, limit, say)
     unprotect(found.mount.mountpoint)
     left = [{"path": item.path, "reason": item.reason} for item in answer.left]
     if as_json:
         write_json({"mountpoint": found.mount.mountpoint, "left": left})
     if not left:
+        if still:
+            raise (CannotTellError if timeout_s is None else TimedOutError)(f"everything is on the PFS, and {still}")
         return EXIT_DONE
     names = [f"{shown(item.path)} ({shown(item.reason)})" for item in answer.left]
     more = f", and {len(names) - LIST_MAX} more" if len(names) > LIST_MAX else ""
     write_error(
         f"unmounted, and {len(left)} {'change is' if len(left) == 1 else 'changes are'} not on the PFS; what is left "
-        f"stays recoverable (mount again with the same options): {', '.join(names[:LIST_MAX])}{more}"
+        f"stays recoverable (mount again with the same options; 'cachexfs status' names them): "
+        f"{', '.join(names[:LIST_MAX])}{more}{f'; {still}' if still else ''}"
     )
     return EXIT_NOT_DURABLE
+
+
+class Limit:
+    """The time that the whole command has: most of it to drain, the rest to unmount and to see the daemon end."""
+
+    def __init__(self, timeout_s: float | None) -> None:
+        self._end_s = None if timeout_s is None else time.monotonic() + timeout_s
+        self.timeout_s = timeout_s
+        self.drain_s = None if timeout_s is None else timeout_s - min(END_S, timeout_s * END_SHARE)
+
+    @property
+    def left_s(self) -> float | None:
+        """What is left of it; None without a limit."""
+        return None if self._end_s is None else max(self._end_s - time.monotonic(), 0.0)
+
+
+def _drain(entry: Entry, limit: Limit, abandon: bool, as_json: bool, say: Callable[[str], None]) -> Unmounted:
+    """Ask the daemon to drain and to end. Raises ``TimedOutError``: it still drains, mounted."""
+
+    def on_progress(report: Progress) -> None:
+        draw(report)
+        say(_pending(entry, report))
+        if limit.left_s == 0.0:
+            raise late
+
+    late = TimedOutError(
+        f"{entry.mountpoint} is mounted still: its daemon (pid {entry.pid}) has not stopped draining within "
+        f"{limit.timeout_s or 0:g} s"
+    )
+    request = {"op": "umount", "timeout_s": limit.drain_s, "abandon": abandon}
+    silence_s = SILENCE_S if limit.left_s is None else min(SILENCE_S, limit.left_s)
+    with bar("draining", not as_json) as draw:
+        return client.ask(entry, request, Unmounted, on_progress, silence_s)
+
+
+def _pending(entry: Entry, report: Progress) -> str:
+    """What an unmount waits for, for a log."""
+    begin = f"unmounting {entry.mountpoint}:"
+    if not report.ops_left:
+        return f"{begin} all of this node is on the PFS; it serves the other nodes until they are done"
+    first = next((f", '{name}' first" for name in report.files if name), "")
+    changes = f"{report.ops_left} change{'' if report.ops_left == 1 else 's'}"
+    return f"{begin} {format_size(report.bytes_left)} in {changes} still to be copied to {entry.pfs}{first}"
 
 
 def _take_away(mount: mounts.KernelMount, entry: Entry | None) -> None:
@@ -82,15 +139,31 @@ def _take_away(mount: mounts.KernelMount, entry: Entry | None) -> None:
             os.unlink(name)
 
 
-def _await_gone(mount: mounts.KernelMount, entry: Entry) -> None:
+def _await_gone(mount: mounts.KernelMount, entry: Entry, limit: Limit, say: Callable[[str], None]) -> str:
+    """Wait until the mount and the daemon are gone; what is still there at the end, in words, "" for nothing.
+
+    Near the end of a ``limit`` a mount that processes still use is taken from its name, as its daemon would do later.
+    """
+    began_s = time.monotonic()
     for _ in range(round(GONE_TIMEOUT_S / POLL_S)):  # looks, not time: on a machine that stood still nobody is late
-        # The kernel gives the device's number to the next mount, of anybody.
-        same = ((other.device, other.mountpoint) for other in mounts.read_mountinfo()[0])
-        is_mounted = (mount.device, mount.mountpoint) in same
+        is_mounted = _is_mounted(mount)
         if not is_mounted and not mounts.is_alive(entry.pid):
-            return
+            return ""
+        if time.monotonic() - began_s > SAY_AFTER_S:
+            say(f"unmounting {entry.mountpoint}: drained; waits for the daemon (pid {entry.pid}) to end")
+        left_s = limit.left_s
+        if left_s is not None and left_s < DETACH_S and is_mounted:
+            with suppress(CannotTellError):
+                detach(mount.mountpoint)
+        if left_s == 0.0:
+            break
         time.sleep(POLL_S)
-    raise CannotTellError(
-        f"{mount.mountpoint} is drained, and the daemon (pid {entry.pid}) has not ended for {GONE_TIMEOUT_S:g} s: "
-        f"see who uses it with 'fuser -vm {mount.mountpoint}'"
-    )
+    if _is_mounted(mount):
+        who = f"see who uses it with 'fuser -vm {mount.mountpoint}'"
+        return f"{mount.mountpoint} is mounted still, by the daemon (pid {entry.pid}): {who}"
+    return f"the daemon (pid {entry.pid}) has not ended yet: it does so by itself"
+
+
+def _is_mounted(mount: mounts.KernelMount) -> bool:
+    # The kernel gives the device's number to the next mount, of anybody.
+    return (mount.device, mount.mountpoint) in ((m.device, m.mountpoint) for m in mounts.read_mountinfo()[0])

@@ -10,6 +10,7 @@ grep -q " $mountpoint fuse.cachex" /proc/self/mounts || exit 0
 said=$(as_user timeout -k 10 $((CACHEXFS_SLURM_DRAIN_TIMEOUT + 60)) "$CACHEXFS_SLURM_COMMAND" umount \
   --timeout "$CACHEXFS_SLURM_DRAIN_TIMEOUT" -- "$mountpoint" </dev/null 2>&1)
 status=$?
+said=$(printf '%s\n' "$said" | tail -n 1) # before it stand lines on what it waited for
 kept="on this node (staging below $run_dir${nvme:+, replicas in $nvme})"
 case $status in
   0)

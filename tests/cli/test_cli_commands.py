@@ -2,12 +2,13 @@
 
 import json
 import os
+import time
 from pathlib import Path
 
 import pytest
 from cli_support import FakeDaemon, Run, list_mount
 
-from cachexfs.cli import client, mounts, umount, wait
+from cachexfs.cli import client, mounts, progress, umount, wait
 from cachexfs.cli import status as status_module
 
 STATUS: dict[str, object] = {
@@ -255,7 +256,8 @@ def test_umount_drains_and_waits_until_the_mount_is_gone(daemon: FakeDaemon, ker
     daemon.register(pid=2**22 + 1)  # no such process
     listed = kernel.read_text()
     daemon.answers["umount"] = [
-        {"progress": {"bytes_left": 5, "ops_left": 1, "files": ["a"]}},
+        {"progress": {"bytes_left": 5 << 20, "ops_left": 2, "files": ["a", "b"]}},
+        {"progress": {"bytes_left": 5 << 20, "ops_left": 1, "files": ["b"]}},
         {"done": True, "left": []},
     ]
 
@@ -266,14 +268,68 @@ def test_umount_drains_and_waits_until_the_mount_is_gone(daemon: FakeDaemon, ker
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(umount.time, "sleep", gone)
         ran = run("umount", daemon.mountpoint, "--timeout", "60")
-    assert (ran.code, ran.out, ran.err) == (0, "", "")
-    assert daemon.asked == [{"op": "umount", "timeout_s": 60.0, "abandon": False}]
+    waits = f"cachexfs: unmounting {daemon.mountpoint}: 5.0 MiB in 2 changes still to be copied to /pfs, 'a' first\n"
+    assert (ran.code, ran.out, ran.err) == (0, "", waits)  # a log, which gets a line now and then
+    assert daemon.asked == [{"op": "umount", "timeout_s": 58.0, "abandon": False}]  # the rest is for the unmount
+
+
+def test_the_status_of_a_mount_point_whose_daemon_is_still_ending_is_what_it_says(
+    daemon: FakeDaemon, kernel: Path, run: Run
+) -> None:
+    kernel.write_text("22 1 8:1 / / rw - ext4 /dev/sda1 rw\n")
+    daemon.answers["status"] = [STATUS]
+    assert "5.0 MiB in 3 changes" in run("status", daemon.mountpoint).out
+
+
+def test_what_a_command_waits_for_is_said_again_and_again(capfd: pytest.CaptureFixture[str]) -> None:
+    said = progress.Lines(every_s=0.01)
+    said.says("first")
+    said.says("second")
+    err = capfd.readouterr().err
+    while "second" not in err:
+        time.sleep(0.01)
+        err += capfd.readouterr().err
+    said.end()
+    assert err.startswith("cachexfs: first\n")
+    capfd.readouterr()
+    assert not said._thread.is_alive()
+
+
+def test_the_time_that_umount_is_given_is_all_that_it_takes(
+    daemon: FakeDaemon, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = [100.0]
+    monkeypatch.setattr(umount.time, "monotonic", lambda: clock[0])
+
+    def sleep(seconds: float) -> None:
+        clock[0] += seconds
+
+    monkeypatch.setattr(umount.time, "sleep", sleep)
+    detached: list[tuple[str, float]] = []
+    monkeypatch.setattr(umount, "detach", lambda point: detached.append((point, clock[0])))
+    daemon.answers["umount"] = [{"done": True, "left": [{"path": "a", "reason": "full"}]}]  # and it does not end
+    ran = run("umount", daemon.mountpoint, "--timeout", "10")
+    assert daemon.asked == [{"op": "umount", "timeout_s": 8.0, "abandon": False}]
+    assert (ran.code, "a (full)" in ran.err, "is mounted still" in ran.err) == (3, True, True)
+    assert clock[0] == pytest.approx(110, abs=0.1)
+    assert detached[0] == (str(daemon.mountpoint), pytest.approx(109.5, abs=0.1))
+    daemon.answers["umount"] = [{"done": True, "left": []}]
+    assert run("umount", daemon.mountpoint, "--timeout", "10").code == 124
+    assert run("umount", daemon.mountpoint).code == 4
+
+
+def test_a_daemon_that_drains_on_beyond_its_time_is_left_mounted(
+    daemon: FakeDaemon, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    daemon.answers["umount"] = [{"progress": {"bytes_left": 5, "ops_left": 1}}]
+    ran = run("umount", daemon.mountpoint, "--timeout", "0")
+    assert (ran.code, "is mounted still" in ran.err) == (124, True)
 
 
 def test_umount_exits_3_with_the_list_of_what_is_left(
     daemon: FakeDaemon, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(umount, "_await_gone", lambda mount, entry: None)
+    monkeypatch.setattr(umount, "_await_gone", lambda *_: "")
     left = [{"path": "run/a", "reason": "the PFS is full"}, {"path": "run/b", "reason": "the same"}]
     daemon.answers["umount"] = [{"done": True, "left": left}]
     ran = run("umount", daemon.mountpoint, "--json")
