@@ -77,7 +77,7 @@ async def dead(vouch: Vouch | None, request: Answer, send: Send) -> None:
     """``{"op":"dead","nodes":[str]}``: ``{"changed":bool,"reason":str}``."""
     nodes = request.get("nodes")
     if vouch is None:
-        raise UsageError("this mount is alone: there is no other node to vouch for")
+        raise UsageError("this mount is alone: there is no other node that could be dead")
     if not isinstance(nodes, list) or not nodes:
         raise UsageError("no node was named")
     changed, reason = await vouch([str(name) for name in nodes])

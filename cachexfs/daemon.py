@@ -302,7 +302,7 @@ class Daemon:
         return parts
 
     async def _vouch(self, node: Node, dead: list[str]) -> tuple[bool, str]:
-        """Somebody vouches that these nodes will not come back."""
+        """Somebody confirms that these nodes will not come back."""
         return await go_on_without(node, self.etcd, [member.name for member in etcd_nodes(self.options)], dead)
 
     async def _leave(self, node: Node, deadline_s: float | None) -> AsyncIterator[None]:

@@ -1,4 +1,4 @@
-"""A survivor of two nodes goes on alone, once somebody vouches that the other one will not come back.
+"""A survivor of two nodes goes on alone, once somebody confirms that the other one will not come back.
 
 Role: what the control request ``dead`` does; part of the daemon. Without a majority etcd cannot tell a lost node from
 one behind a broken link; if both went on, there would be two truths. So a person, or the launcher, says it.
@@ -30,7 +30,7 @@ async def go_on_without(
     """(whether the catalogue was restarted with this member alone, what that means).
 
     ``members``: nodes that have a member of the catalogue. Raises ``UsageError`` when one of ``dead`` answers, is not
-    in the job, or when more nodes must be vouched for; ``CannotTellError`` when the restart fails.
+    in the job, or when more nodes must be confirmed dead; ``CannotTellError`` when the restart fails.
     """
     names = {address.name for address in node.options.nodes}
     for name in dead:
@@ -45,8 +45,8 @@ async def go_on_without(
         raise UsageError(f"this node has no member of the catalogue: run this on one of {', '.join(members)}")
     rest = sorted(set(members) - {node.name} - set(dead))
     if rest:
-        raise UsageError(f"{', '.join(rest)} must be vouched for, too (--dead), or come back: each has a member")
-    log.warning("%s vouched for as dead: the catalogue goes on with this member alone", ", ".join(dead))
+        raise UsageError(f"{', '.join(rest)} must be confirmed dead, too (--dead), or come back: each has a member")
+    log.warning("%s confirmed dead: the catalogue goes on with this member alone", ", ".join(dead))
     await etcd.start(force_new_cluster=True)
     with trio.move_on_after(RESTART_S):
         while not await _decides(node):  # noqa: ASYNC110 (etcd's election has no event here)

@@ -12,6 +12,19 @@ export DEBIAN_FRONTEND=noninteractive PATH=$PATH:/usr/sbin:/sbin
 say() { echo "setup: $*" >&2; }
 die() { say "$*"; exit 1; }
 
+# patiently WHAT COMMAND...: says at once what goes on, and every 10 s for how long (the ticker ends with this script).
+patiently() {
+  local what=$1 begin=$SECONDS status=0 ticker
+  shift
+  say "$what"
+  ( while sleep 10 && kill -0 $$ 2>/dev/null; do say "$what: $((SECONDS - begin)) s so far"; done ) &
+  ticker=$!
+  "$@" || status=$?
+  kill $ticker 2>/dev/null || true
+  wait $ticker 2>/dev/null || true
+  return $status
+}
+
 as_root() {
   if [ "$(id -u)" = 0 ]; then "$@"
   elif command -v sudo >/dev/null; then sudo "$@"
@@ -31,7 +44,6 @@ has_headers() { "$1" -c 'import os, sysconfig, sys; sys.exit(not os.path.exists(
 # install PACKAGE...: without starting their services (the daemon runs its own etcd, the tests their own slurmd).
 install() {
   command -v apt-get >/dev/null || die "this is not Debian: install the equivalents of: $*"
-  say "installing $*"
   local policy=/usr/sbin/policy-rc.d made=
   if [ ! -e $policy ]; then
     printf '#!/bin/sh\nexit 101\n' | as_root tee $policy >/dev/null
@@ -39,7 +51,7 @@ install() {
     made=1
   fi
   local status=0
-  apt_install "$@" || { as_root apt-get -qq update && apt_install "$@"; } || status=$?
+  patiently "installing the system packages $*" apt_install "$@" || { patiently "updating the package lists" as_root apt-get -qq update && patiently "installing $*" apt_install "$@"; } || status=$?
   [ -z "$made" ] || as_root rm -f $policy
   [ "$status" = 0 ] || die "apt-get could not install: $*"
 }
@@ -98,9 +110,9 @@ print(hashlib.sha256(json.dumps([sys.version, project["build-system"], project["
 PY
   )
   if [ -x "$VENV/bin/python" ] && [ "$(cat $STAMPS/venv 2>/dev/null)" = "$wanted" ]; then return; fi
-  [ -x "$VENV/bin/python" ] || make_venv "$python" || die "cannot make a virtual environment with $python"
-  say "installing the Python packages into $VENV (PyTorch is one of them: over 1 GB, some minutes)"
-  "$VENV/bin/python" -m pip install -q --disable-pip-version-check -e '.[dev]' </dev/null || die "pip failed (no network?)"
+  [ -x "$VENV/bin/python" ] || patiently "making the virtual environment $VENV" make_venv "$python" || die "cannot make a virtual environment with $python"
+  patiently "installing the Python packages into $VENV (PyTorch is one of them: over 1 GB)" \
+    "$VENV/bin/python" -m pip install -q --disable-pip-version-check -e '.[dev]' </dev/null || die "pip failed (no network?)"
   echo "$wanted" >$STAMPS/venv
 }
 
@@ -120,8 +132,8 @@ prefix() {
   fi
   [ -x "$VENV/bin/python" ] && runs_for_all "$VENV/bin/python" || { rm -rf "$VENV/bin/python"*; make_venv "$python"; } ||
     die "cannot make a virtual environment with $python"
-  say "installing into $VENV, with $python"
-  "$VENV/bin/python" -m pip install -q --disable-pip-version-check --upgrade . </dev/null || die "pip failed (no network?)"
+  patiently "installing into $VENV, with $python" \
+    "$VENV/bin/python" -m pip install -q --disable-pip-version-check --upgrade . </dev/null || die "pip failed (no network?)"
 }
 
 case ${1:-} in

@@ -105,7 +105,7 @@ class EtcdServer:
     async def start(self, *, force_new_cluster: bool = False) -> bool:
         """Make sure that the member runs; True when it was running already.
 
-        ``force_new_cluster`` makes it the only member, with the data that it has: only when somebody vouches that
+        ``force_new_cluster`` makes it the only member, with the data that it has: only when somebody confirms that
         the others will not come back. Raises ``CannotTellError`` when it ends at once, with its last words, and
         ``NotAdmittedError`` when a cluster that goes on without it does not take it back yet.
         """

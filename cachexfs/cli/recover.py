@@ -26,7 +26,7 @@ PING_SILENCE_S = 5.0
 DEAD_SILENCE_S = 60.0
 _WORDS = {
     "published": "published", "there": "there already", "superseded": "superseded by newer ones",
-    "withheld": "withheld", "conflict": "in conflict", "damaged": "damaged", "failed": "failed",
+    "withheld": "held back", "conflict": "in conflict", "damaged": "damaged", "failed": "failed",
 }  # fmt: skip
 
 
@@ -39,9 +39,11 @@ _WORDS = {
 @click.option("--elsewhere", is_flag=True, help="PFS_DIR is not the directory that the job had mounted.")
 @click.option("--wait", "wait_s", type=click.FloatRange(min=0), default=0.0, metavar="SECONDS",
               help="Wait so long for what 'recover' on other nodes brings.")  # fmt: skip
-@click.option("--dead", multiple=True, metavar="NODE", help="Vouch that NODE will not come back; its survivors go on.")
+@click.option(
+    "--dead", multiple=True, metavar="NODE", help="Confirm that NODE is dead and stays so: its survivors go on."
+)
 @click.option("--journal", "staging_dir", metavar="STAGING_DIR",
-              help="Mend the damaged catalogue of a lone mount: leave out what is damaged, keep all else.")  # fmt: skip
+              help="Mend the damaged catalogue of a single-node mount: only what is damaged is left out.")  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print the outcome as a JSON object.")
 def command(
     nvme_dir: str | None, pfs_dir: str | None, list_only: bool, verify: bool, job: str | None, elsewhere: bool,
@@ -49,7 +51,7 @@ def command(
 ) -> int:  # fmt: skip
     """Show what NVME_DIR holds after a crash, or bring it to the PFS.
 
-    Needs no daemon. Run it on every node of the job that has ended, then once more where something was withheld; or on
+    Needs no daemon. Run it on every node of the job that has ended, then once more where something was held back; or on
     all nodes at once with --wait. Nothing on the PFS is replaced but what the data was based on.
     """
     if dead:
@@ -106,7 +108,7 @@ def _show_result(result: Result, as_json: bool) -> int:
         done = counts["published"]
         size = sum(outcome.size for outcome in result.outcomes if outcome.outcome == "published")
         if left:
-            rows = [[o.path, o.outcome, f"{o.size:,}", o.origin, o.reason] for o in left]
+            rows = [[o.path, _WORDS[o.outcome], f"{o.size:,}", o.origin, o.reason] for o in left]
             write("\n".join(table(["file", "outcome", "bytes", "written on", "why"], rows)))
         if not done and not left:
             write(f"nothing to do: {counts['there']} files are on the PFS")

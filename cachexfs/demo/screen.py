@@ -25,6 +25,10 @@ T = TypeVar("T", FileRow, SourceRow)
 ROWS_MAX = 17
 LISTING_MAX = 11
 MIB = 1 << 20
+FETCHED = (
+    "Each survivor counts what it fetches: a file that ranks on several nodes read is fetched by each of them (more "
+    "MiB than it has); what a node reads from its own memory, it does not fetch."
+)
 NOT_SHOWN = (
     "a real network and a real parallel filesystem (here: loopback and a directory), power failure, a node lost in the "
     "middle of a save, two nodes lost at once, speed (see 'make bench')"
@@ -100,7 +104,7 @@ class Screen:
                 label, f"{node} (lost)" if node == restored.lost else node, _copies(rows), _sources(rows), style=style
             )
         self.console.print(table)
-        self.console.print("[dim]A node reads its own memory without fetching: that is not counted.[/]")
+        self.console.print(f"[dim]{FETCHED}[/]")
         same = f"{restored.ranks_equal} of {restored.ranks} ranks have their state back to the bit"
         self._verdict(restored.ranks_equal == restored.ranks, f"{same}, in {restored.restore_ms:.0f} ms")
 

@@ -121,5 +121,5 @@ class Losses:
             if inode is None or path is None or inode.gen != gen:
                 del self._withheld[fid, gen]
             else:
-                found.append((path, inode.origin, f"withheld from the mount: {why}"))
+                found.append((path, inode.origin, f"hidden in the mount: {why}"))
         return found

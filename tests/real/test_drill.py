@@ -136,7 +136,7 @@ def test_a_survivor_goes_on_once_somebody_vouches_for_all_others(
             write_file(mount / "early", b"no majority", sync=False)
         if nodes > 2:
             one = cluster.run(survivor, "recover", "--dead", "n0")
-            assert (one.code, "n1 must be vouched for" in one.err) == (EXIT_USAGE, True)
+            assert (one.code, "n1 must be confirmed dead" in one.err) == (EXIT_USAGE, True)
         ended = cluster.run(survivor, "recover", *dead)
         assert ended.code == EXIT_DONE, ended
         assert "goes on" in ended.out

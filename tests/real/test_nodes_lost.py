@@ -213,7 +213,7 @@ def test_a_commit_file_whose_member_is_lost_is_not_offered(
         status = cluster.run(left, "status")
         assert status.code == EXIT_NOT_DURABLE
         assert f"step-1/{lost}" in status.out
-        assert "withheld" in status.out
+        assert "hidden in the mount" in status.out
         assert cluster.run(left, "latest", mounts[left]).code == EXIT_NO
     rest = len(templates[0].shards()) - 1
     until("the rest lands", lambda: len(list(cluster.pfs.glob("step-1/*.distcp"))) == rest)
