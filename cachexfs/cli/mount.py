@@ -36,6 +36,7 @@ from cachexfs.cli.mount_help import EPILOG
 from cachexfs.cli.options import load_options
 from cachexfs.cli.output import write_json, write_warning
 from cachexfs.cli.pfs_check import Adoption
+from cachexfs.cli.seconds import Seconds
 from cachexfs.config import MountOptions, mount_id
 from cachexfs.errors import EXIT_DONE, CacheXError, CannotTellError, UsageError
 from cachexfs.machine import take_precedence
@@ -63,7 +64,7 @@ class Ready(msgspec.Struct, frozen=True):
 @click.option("--foreground", is_flag=True, help="Stay attached to the daemon; it logs to stderr.")
 @click.option("--check", is_flag=True, help="Check the options and the directories, mount nothing.")
 @click.option("--sloppy", is_flag=True, help="Ignore unknown -o options, as mount -s does.")
-@click.option("--timeout", "timeout_s", type=float, default=READY_TIMEOUT_S, show_default=True, metavar="SECONDS",
+@click.option("--timeout", "timeout_s", type=Seconds(), default=READY_TIMEOUT_S, show_default=True, metavar="SECONDS",
               help="How long the mount may take until it answers.")  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print the mount as a JSON object.")
 def command(

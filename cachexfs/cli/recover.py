@@ -16,6 +16,7 @@ from cachexfs.cli import client, mounts, recovery_child
 from cachexfs.cli.output import shown, table, write, write_error, write_json
 from cachexfs.cli.progress import bar
 from cachexfs.cli.protocol import Pong, Vouched
+from cachexfs.cli.seconds import Seconds
 from cachexfs.errors import EXIT_DONE, EXIT_NOT_DURABLE, CacheXError, CannotTellError, UsageError
 from cachexfs.recovery.report import HeldStore, Listing, Mended, Request, Result
 from cachexfs.registration import Entry
@@ -37,7 +38,7 @@ _WORDS = {
 @click.option("--verify", is_flag=True, help="With --list: read every replica and compare its digests.")
 @click.option("--job", metavar="JOB", help="Only this job's data.")
 @click.option("--elsewhere", is_flag=True, help="PFS_DIR is not the directory that the job had mounted.")
-@click.option("--wait", "wait_s", type=click.FloatRange(min=0), default=0.0, metavar="SECONDS",
+@click.option("--wait", "wait_s", type=Seconds(), default=0.0, metavar="SECONDS",
               help="Wait so long for what 'recover' on other nodes brings.")  # fmt: skip
 @click.option(
     "--dead", multiple=True, metavar="NODE", help="Confirm that NODE is dead and stays so: its survivors go on."

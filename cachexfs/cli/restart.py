@@ -14,6 +14,7 @@ import click
 from cachexfs.cli import client, mounts
 from cachexfs.cli.output import write_json
 from cachexfs.cli.protocol import Pong
+from cachexfs.cli.seconds import Seconds
 from cachexfs.errors import EXIT_DONE, CannotTellError, TimedOutError, UsageError
 from cachexfs.supervisor import status as supervisor
 
@@ -23,7 +24,7 @@ TIMEOUT_S = 180.0
 
 @click.command("restart")
 @click.argument("mountpoint")
-@click.option("--timeout", "timeout_s", type=click.FloatRange(min=0), default=TIMEOUT_S, show_default=True,
+@click.option("--timeout", "timeout_s", type=Seconds(), default=TIMEOUT_S, show_default=True,
               metavar="SECONDS", help="How long the next daemon may take (exit 124).")  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print the new daemon as a JSON object.")
 def command(mountpoint: str, timeout_s: float, as_json: bool) -> int:
@@ -34,7 +35,7 @@ def command(mountpoint: str, timeout_s: float, as_json: bool) -> int:
 @click.command("upgrade")
 @click.argument("mountpoint")
 @click.argument("prefix", required=False)
-@click.option("--timeout", "timeout_s", type=click.FloatRange(min=0), default=TIMEOUT_S, show_default=True,
+@click.option("--timeout", "timeout_s", type=Seconds(), default=TIMEOUT_S, show_default=True,
               metavar="SECONDS", help="How long the next daemon may take (exit 124).")  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print the new daemon as a JSON object.")
 def upgrade(mountpoint: str, prefix: str | None, timeout_s: float, as_json: bool) -> int:

@@ -14,6 +14,7 @@ import msgspec
 from cachexfs.cli import client, mounts, waiting
 from cachexfs.cli.output import shown, table, write, write_error, write_json
 from cachexfs.cli.protocol import Checkpoint, FileState, Refreshed, Status
+from cachexfs.cli.seconds import Seconds
 from cachexfs.core.sizes import format_duration, format_rate, format_size
 from cachexfs.errors import (
     EXIT_CANNOT_TELL,
@@ -78,7 +79,7 @@ def problems(status: Status) -> list[str]:
 @click.command("status")
 @click.argument("path", required=False)
 @click.option("--watch", is_flag=True, help="Repeat until Ctrl-C.")
-@click.option("--interval", "interval_s", type=click.FloatRange(min=0.1), default=1.0, show_default=True,
+@click.option("--interval", "interval_s", type=Seconds(0.1), default=1.0, show_default=True,
               metavar="SECONDS", help="How often with --watch.")  # fmt: skip
 @click.option(
     "--refresh", is_flag=True, help="Take in what was changed on the PFS behind the mount, at and below PATH."

@@ -14,6 +14,7 @@ from cachexfs.cli.mount_checks import detach
 from cachexfs.cli.output import shown, write_error, write_json
 from cachexfs.cli.progress import bar, lines
 from cachexfs.cli.protocol import Progress, Unmounted
+from cachexfs.cli.seconds import Seconds
 from cachexfs.config import mount_id
 from cachexfs.core.sizes import format_size
 from cachexfs.errors import EXIT_CANNOT_TELL, EXIT_DONE, EXIT_NOT_DURABLE, CannotTellError, TimedOutError, UsageError
@@ -36,7 +37,7 @@ LIST_MAX = 20
 @click.option(
     "--timeout",
     "timeout_s",
-    type=click.FloatRange(min=0),
+    type=Seconds(),
     metavar="SECONDS",
     help="How long the command may take, the drain included.",
 )

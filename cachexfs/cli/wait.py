@@ -10,6 +10,7 @@ from cachexfs.cli import client
 from cachexfs.cli.output import write_error, write_json
 from cachexfs.cli.progress import bar
 from cachexfs.cli.protocol import Reached
+from cachexfs.cli.seconds import Seconds
 from cachexfs.errors import EXIT_DONE, EXIT_TIMEOUT
 
 #: The daemon reports every 0.2 s; this much silence means that it hangs.
@@ -19,9 +20,7 @@ SILENCE_S = 15.0
 @click.command("wait")
 @click.argument("path")
 @click.option("--at", "boundary", type=click.Choice(["partner", "pfs"]), required=True, help="The boundary.")
-@click.option(
-    "--timeout", "timeout_s", type=click.FloatRange(min=0), metavar="SECONDS", help="Give up then (exit 124)."
-)
+@click.option("--timeout", "timeout_s", type=Seconds(), metavar="SECONDS", help="Give up then (exit 124).")
 @click.option("--json", "as_json", is_flag=True, help="Print the outcome as a JSON object.")
 def command(path: str, boundary: str, timeout_s: float | None, as_json: bool) -> int:
     """Wait until the file PATH is at a boundary, or the checkpoint PATH restartable there."""

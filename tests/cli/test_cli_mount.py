@@ -186,6 +186,10 @@ def test_wrong_calls_exit_2_with_one_line() -> None:
         ["latest", "/a", "--below", "x"],
         ["status", "--interval", "0"],
         ["umount", "/a", "--timeout", "-1"],
+        ["umount", "/a", "--timeout", "nan"],
+        ["mount", "/a", "/b", "--timeout", "nan"],
+        ["mount", "/a", "/b", "--timeout", "-1"],
+        ["wait", "/a", "--at", "pfs", "--timeout", "inf"],
         ["--bogus"],
     ):
         ended = command(*arguments)
