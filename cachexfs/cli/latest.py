@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import glob
+import json
 import os
 
 import click
@@ -63,8 +65,27 @@ def _bare(directory: str, below: int | None) -> Latest:
         return newest(directory, below)
 
     try:
-        return run_in_child(read, BARE_TIMEOUT_S)
+        answer = run_in_child(read, BARE_TIMEOUT_S)
+        if answer.path is None and answer.certain and (mountpoint := _was_mounted(directory)):
+            return Latest(None, False, f"{mountpoint} was a mount, and is not mounted now: mount it first")
+        return answer
     except TimeoutError:
         raise CannotTellError(
             f"'{directory}' has not been read within {BARE_TIMEOUT_S:g} s: does the PFS hang?"
         ) from None
+
+
+def _was_mounted(directory: str) -> str:
+    """The mount point, of a mount made since the machine was started, that a directory lies in; "" for none.
+
+    An empty mount point is no evidence that there is no checkpoint.
+    """
+    for place in mounts.runtime_dirs():
+        for path in glob.glob(os.path.join(glob.escape(place), "*.options")):
+            try:
+                mountpoint = str(json.loads(mounts.read_small(path))["mountpoint"])
+            except (OSError, ValueError, KeyError, TypeError):
+                continue
+            if mounts.is_below(directory, mountpoint):
+                return mountpoint
+    return ""

@@ -62,7 +62,7 @@ def problems(status: Status) -> list[str]:
         waits = f"; {status.held_up} changes wait and land by themselves" if status.held_up else ""
         found.append(f"the PFS is {_pfs_state(status)}{waits}")
     if status.pfs_refuses:
-        found.append(f"the PFS directory {status.pfs} {status.pfs_refuses}; they wait, and are tried again")
+        found.append(f"the PFS directory {status.pfs} {status.pfs_refuses}; what is refused waits, and is tried again")
     for error in status.errors:
         where = " ".join(filter(None, [error.path, f"({error.node})" if error.node else ""]))
         found.append(f"{where}: {error.error}")

@@ -11,7 +11,7 @@ import click
 
 from cachexfs.cli import client, mounts
 from cachexfs.cli.mount_checks import detach
-from cachexfs.cli.output import shown, write_error, write_json
+from cachexfs.cli.output import shown, write_error, write_json, write_warning
 from cachexfs.cli.progress import bar, lines
 from cachexfs.cli.protocol import Progress, Unmounted
 from cachexfs.cli.seconds import Seconds
@@ -73,14 +73,19 @@ def command(mountpoint: str, timeout_s: float | None, abandon: bool, as_json: bo
     if as_json:
         write_json({"mountpoint": found.mount.mountpoint, "left": left})
     if not left:
-        if still:
-            raise (CannotTellError if timeout_s is None else TimedOutError)(f"everything is on the PFS, and {still}")
+        said = f"everything is on the PFS, and {still}"
+        if still and timeout_s is None:
+            raise CannotTellError(said)
+        if still and _is_mounted(found.mount):
+            raise TimedOutError(said)
+        if still:  # what a next mount of this place waits for
+            write_warning(said)
         return EXIT_DONE
     names = [f"{shown(item.path)} ({shown(item.reason)})" for item in answer.left]
     more = f", and {len(names) - LIST_MAX} more" if len(names) > LIST_MAX else ""
     write_error(
         f"unmounted, and {len(left)} {'change is' if len(left) == 1 else 'changes are'} not on the PFS; what is left "
-        f"stays recoverable (mount again with the same options; 'cachexfs status' names them): "
+        f"stays recoverable (mount again with the same options; 'cachexfs status' says with which): "
         f"{', '.join(names[:LIST_MAX])}{more}{f'; {still}' if still else ''}"
     )
     return EXIT_NOT_DURABLE

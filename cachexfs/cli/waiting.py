@@ -57,7 +57,8 @@ class Left:
     def ways_on(self) -> str:
         """The commands that bring it to the PFS."""
         owner = self.waits.owner
-        ways = f"'{staged.mount_command(owner)}' goes on with it"
+        of_root = any(word.startswith("user=") for word in owner.words) and os.geteuid() != 0
+        ways = f"{'as root, ' if of_root else ''}'{staged.mount_command(owner)}' goes on with it"
         if owner.nvme_directory is not None:
             job, pfs = shlex.quote(os.path.dirname(owner.nvme_directory)), shlex.quote(owner.pfs)
             ways += f"; if the job has ended on all nodes, 'cachexfs recover {job} --to {pfs}' on each of them"

@@ -318,6 +318,16 @@ def test_the_time_that_umount_is_given_is_all_that_it_takes(
     assert run("umount", daemon.mountpoint).code == 4
 
 
+def test_a_daemon_that_has_unmounted_and_still_ends_is_a_warning(
+    daemon: FakeDaemon, kernel: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    listed = kernel.read_text()
+    monkeypatch.setattr(umount.time, "sleep", lambda _: kernel.write_text(listed.replace("fuse.cachexfs", "fuse.gone")))
+    daemon.answers["umount"] = [{"done": True, "left": []}]
+    ran = run("umount", daemon.mountpoint, "--timeout", "1")  # its process does not end: it is this machine's first
+    assert (ran.code, "warning: everything is on the PFS, and the daemon (pid 1)" in ran.err) == (0, True)
+
+
 def test_a_daemon_that_drains_on_beyond_its_time_is_left_mounted(
     daemon: FakeDaemon, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -114,6 +114,16 @@ def test_a_mount_point_without_its_mount_is_no_no(run_dir: Path, run: Run, runti
     assert "is not mounted now" in ran.err
 
 
+def test_an_empty_mount_point_that_was_unmounted_is_no_no(run_dir: Path, run: Run, runtime: Path) -> None:
+    empty = run_dir / "empty"
+    empty.mkdir()
+    assert run("latest", empty).code == 1
+    (runtime / "0123456789abcdef.options").write_text(json.dumps({"mountpoint": str(empty)}))  # stays when it ends
+    ran = run("latest", empty)
+    assert (ran.code, f"{empty} was a mount" in ran.err) == (4, True)
+    assert run("latest", run_dir).code == 0
+
+
 def test_a_dead_mount_is_no_no(run_dir: Path, run: Run, kernel: Path) -> None:
     list_mount(kernel, run_dir)
     assert run("latest", run_dir).code == 4
