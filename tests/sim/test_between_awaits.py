@@ -11,7 +11,7 @@ import msgspec
 import pytest
 import trio
 import trio.testing
-from test_found import FILE, Scene, die_at, scene
+from test_found import FILE, NAMES, Scene, die_at, scene
 from test_found_nodes import Pair, play
 
 from cachexfs.core.digest import FileDigest
@@ -57,7 +57,7 @@ async def test_an_eviction_told_late_does_not_take_the_next_contents_copy(scene:
 
 @scene()
 async def test_a_rename_that_is_given_up_while_it_waits_for_its_turn_is_not_seen(scene: Scene) -> None:
-    await scene.write(b".metadata.tmp", b"names what is torn")
+    await scene.write(b".metadata.tmp", NAMES)
     await scene.drained()
     drainer, seen = scene.life.parts.drainer, []
     drainer._meta_slots.total_tokens = 1
