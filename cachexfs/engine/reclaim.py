@@ -1,8 +1,11 @@
 """Copies that nobody has recorded: a content that is lost by the catalogue, and that this node has all the same.
+Or what came after it: bytes that an fsync has put in its place.
 
 Role: a partner commits a replica, then its sender tells the catalogue; a sender that is lost in between leaves a whole,
 synced copy of which nobody knows. When a file counts as lost, each node looks whether it has the very content, and
 records its copy once the digests say so. From there on the file is like any other: served, copied again, drained.
+A writer that goes on in the same staged file has its replica replaced by each fsync; if it is lost before it has noted
+that, the newer bytes, whole, are what the file is.
 
 Concurrency: one task, woken by the catalogue; a look reads a file of this node, in a thread.
 """
@@ -14,11 +17,15 @@ import os
 
 import trio
 
+from cachexfs.core import manifest as manifests
 from cachexfs.core import publication
 from cachexfs.core.boundary import Boundary
-from cachexfs.core.records import Copy, Inode, Life
+from cachexfs.core.manifest import Manifest
+from cachexfs.core.publication import Content
+from cachexfs.core.records import Copy, Generation, Inode, Life
 from cachexfs.core.replica import Applied
 from cachexfs.core.stages import parse_stage
+from cachexfs.core.transaction import Tx
 from cachexfs.engine.node import Node
 from cachexfs.errors import CacheXError
 
@@ -64,9 +71,21 @@ class Reclaim:
             return ()
         if self.node.replicas is None or self.node.boundary(fid, inode) != Boundary.LOST:
             return ()
+        if self._newer(fid) is not None:
+            return (Copy(self.node.name, self.node.replicas.store, "nvme", self.node.clock.now_s()),)
         recorded = {(copy.node, copy.store) for copy in inode.copies}
         found = self.node.own_copies(content.stage, content.size)
         return tuple(copy for copy in found if (copy.node, copy.store) not in recorded)
+
+    def _newer(self, fid: int) -> Manifest | None:
+        """What this node has instead of a file that is lost: what an fsync brought last, and nobody has noted."""
+        content = self.node.catalogue.view.generation(fid)
+        raw = self.node.replicas.manifest(content.stage) if content is not None and self.node.replicas else None
+        if content is None or raw is None:
+            return None
+        held = manifests.decode(raw)
+        follows = not held.published and held.gen == content.gen + 1 and held.tree != content.tree
+        return held if follows else None
 
     async def run(self) -> None:
         """Until cancelled."""
@@ -85,8 +104,12 @@ class Reclaim:
 
     async def _record(self, fid: int) -> None:
         content, ctx = self.node.catalogue.view.generation(fid), self.node.ctx()
+        newer = self._newer(fid)
         for copy in self._own(fid):
             assert content is not None
+            if newer is not None:
+                await self._publish(fid, content, newer, copy)
+                return
             path = self.node.local_path(content.stage, content.size)
             if path is None:
                 return
@@ -102,3 +125,24 @@ class Reclaim:
                 lambda tx: publication.add_copy(tx, ctx, fid, content.gen, copy)  # noqa: B023
             )
             log.warning("%s is not lost: this node has a whole copy of which nobody knew", content.stage)
+
+    async def _publish(self, fid: int, lost: Generation, held: Manifest, copy: Copy) -> None:
+        path, ctx = self.node.local_path(held.stage, held.size), self.node.ctx()
+        if path is None:
+            return
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            digest, tree, _ = await self.node.digests(fd, held.size)
+        finally:
+            os.close(fd)
+        if tree != held.tree:
+            log.error("%s: the copy here, which nobody had recorded, is damaged", held.stage)
+            return
+        content = Content(held.size, digest, tree, held.stage, (copy,), held.mtime_ns)
+
+        def publish(tx: Tx) -> None:
+            if tx.generation(fid) == lost:
+                publication.publish(tx, ctx, fid, lost.gen, content)
+
+        await self.node.catalogue.mutate(publish)
+        log.warning("%s: published as the last fsync on its lost node had brought it here", held.stage)

@@ -14,8 +14,10 @@ from collections.abc import Callable, Mapping
 import msgspec
 import trio
 
+from cachexfs.core import manifest as manifests
 from cachexfs.core import publication
 from cachexfs.core import records as rec
+from cachexfs.core.manifest import Manifest
 from cachexfs.core.publication import Content
 from cachexfs.core.records import Copy, Inode, Life
 from cachexfs.core.replica import Applied
@@ -36,6 +38,7 @@ log = logging.getLogger(__name__)
 VERIFY_AFTER_S = 1.0  # an application that waited for this daemon is not to wait for the digests, too
 
 RETRY_S = 2.0  # of a takeover that has failed
+PEER_DEADLINE_S = 5.0
 
 
 async def adopt(
@@ -242,14 +245,41 @@ def _clear_writing(fid: int, name: str) -> Callable[[Tx], None]:
     return clear
 
 
+async def _as_held(node: Node, synced: rec.Synced) -> rec.Synced:
+    """What an fsync has made safe, as live holders have it.
+
+    A writer's node that died between a later fsync's commit and its note left newer bytes in place of those noted.
+    """
+    copies = tuple(copy for copy in synced.copies if node.valid(copy))
+    for copy in copies:
+        try:
+            held = await _manifest(node, copy.node, synced.stage)
+        except (CacheXError, OSError, trio.TooSlowError) as error:
+            log.debug("the manifest of %s at %s: %s", synced.stage, copy.node, error)
+            continue
+        if held is not None and held.tree != synced.tree:
+            return rec.Synced(synced.stage, held.size, held.digest, held.tree, (copy,))
+    return msgspec.structs.replace(synced, copies=copies)
+
+
+async def _manifest(node: Node, holder: str, stage: str) -> Manifest | None:
+    if holder == node.name and node.replicas is not None:
+        raw = node.replicas.manifest(stage)
+        return manifests.decode(raw) if raw is not None else None
+    if node.peers is None:
+        return None
+    with trio.fail_after(PEER_DEADLINE_S):
+        return manifests.decode(await node.peers.manifest(holder, stage))
+
+
 async def _publish_synced(node: Node, fid: int, inode: Inode) -> None:
     """Publish what an fsync has made safe on other nodes, of a writer whose memory is gone."""
-    synced, generation = inode.synced, node.catalogue.view.generation(fid)
-    copies = tuple(c for c in synced.copies if node.valid(c)) if synced is not None else ()
-    if synced is None or not copies:
+    generation = node.catalogue.view.generation(fid)
+    synced = await _as_held(node, inode.synced) if inode.synced is not None else None
+    if synced is None or not synced.copies:
         return
     base = generation.gen if generation is not None else 0
-    content = Content(synced.size, synced.digest, synced.tree, synced.stage, copies, inode.mtime_ns)
+    content = Content(synced.size, synced.digest, synced.tree, synced.stage, synced.copies, inode.mtime_ns)
     ctx = node.ctx()
     await node.catalogue.mutate(lambda tx: publication.publish(tx, ctx, fid, base, content))
 
@@ -276,6 +306,20 @@ class Takeover:
 
     async def run(self) -> None:
         """Take over, until cancelled."""
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._look_for_lost)
+            await self._take_over_all()
+
+    async def _look_for_lost(self) -> None:
+        """A node may have been lost while no other had a daemon that could see it."""
+        await trio.sleep(self.node.options.node_timeout_s)
+        view = self.node.catalogue.view
+        lost = {inode.writing for _, inode in view.inodes() if inode.writing and not self.node.live(inode.writing)}
+        if not lost <= self._dead:
+            self._dead |= lost
+            self._wake.set()
+
+    async def _take_over_all(self) -> None:
         while True:
             with trio.move_on_after(RETRY_S if self._dead else float("inf")):
                 await self._wake.wait()

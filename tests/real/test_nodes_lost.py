@@ -4,6 +4,7 @@ import contextlib
 import errno
 import os
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from cachexfs.demo.cluster import LocalCluster
 from cachexfs.demo.control import xattr
 from cachexfs.errors import EXIT_NO, EXIT_NOT_DURABLE
 
+HERE = Path(__file__).parent
 MIB = 1 << 20
 OPTIONS = {"node_timeout": "2"}
 SIZES = (0, 1, 4096, MIB - 1, MIB, 3 * MIB + 7)
@@ -61,6 +63,70 @@ def test_fsync_survives_the_loss_of_the_node_at_once(make_cluster: Callable[...,
         for mount in mounts[1:]:
             assert (mount / "closed").read_bytes() == data
             until("published as of the last fsync", lambda m=mount: _read(m / "open") == data)
+
+
+@pytest.mark.parametrize("was_closed", [False, True], ids=["open", "closed"])
+@pytest.mark.parametrize("passthrough", ["auto", "off"])
+def test_what_was_fsynced_survives_a_node_that_dies_in_the_next_fsync(
+    make_cluster: Callable[..., LocalCluster],
+    passthrough: str,
+    was_closed: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    """The partner had the next bytes in place of those that the catalogue spoke of: the file was lost."""
+    monkeypatch.setenv("DYING", str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", f"{HERE / 'dying'}:{os.environ.get('PYTHONPATH', HERE.parents[1])}")
+    cluster = make_cluster(3, {**OPTIONS, "supervisor": "on", "passthrough": passthrough})
+    mounts = [node.mountpoint for node in cluster.nodes]
+    first, second = os.urandom(MIB + 3), os.urandom(MIB)
+    with pfs_away(cluster):
+        file = (mounts[0] / "f").open("wb", buffering=0)
+        file.write(first)
+        os.fsync(file.fileno())
+        if was_closed:
+            file.close()
+            file = (mounts[0] / "f").open("ab", buffering=0)
+        file.write(second)
+        (tmp_path / "hold").touch()
+        (tmp_path / "die-noting").touch()
+        syncing = threading.Thread(target=_sync, args=(file.fileno(),))
+        syncing.start()
+        until("the daemon is dead", (tmp_path / "died").exists)
+        cluster.kill(0)
+        syncing.join()
+        with contextlib.suppress(OSError):  # the mount is dead
+            file.close()
+        cluster.wipe(0)
+        for mount in mounts[1:]:
+            until("there", lambda m=mount: _read(m / "f") in (first, first + second))
+
+
+def test_what_was_fsynced_survives_a_node_that_is_lost_while_no_daemon_looks(
+    make_cluster: Callable[..., LocalCluster],
+) -> None:
+    """The others' daemons were dead, too, when its lease ended: it stayed as it was, empty and \"being written\"."""
+    cluster = make_cluster(3, {**OPTIONS, "supervisor": "off"})
+    mounts = [node.mountpoint for node in cluster.nodes]
+    with pfs_away(cluster):
+        with (mounts[0] / "f").open("wb", buffering=0) as file:
+            file.write(b"bytes")
+            os.fsync(file.fileno())
+            for index in 1, 2:
+                cluster.kill_daemon(index)  # its etcd lives on
+            cluster.kill(0)
+            with contextlib.suppress(OSError):  # the mount is dead
+                file.close()
+        cluster.wipe(0)
+        time.sleep(3 * float(OPTIONS["node_timeout"]))
+        cluster.mount([1, 2])
+        for mount in mounts[1:]:
+            until("there", lambda m=mount: _read(m / "f") == b"bytes")
+
+
+def _sync(fd: int) -> None:
+    with contextlib.suppress(OSError):
+        os.fsync(fd)
 
 
 def _read(path: Path) -> bytes | None:

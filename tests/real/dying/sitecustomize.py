@@ -2,7 +2,8 @@
 
 The directory in ``DYING`` holds orders, each removed when it is obeyed by kill -9: ``die`` once the next changing
 request is in the catalogue; ``die-NAME`` once the handler of that name has done its work; ``die-orphaned`` when a file
-has lost its last name, before anything is made of that. ``hold``: the next daemon does not take its mount up while this
+has lost its last name, before anything is made of that; ``die-noting`` when the partner has what an fsync sent, and the
+catalogue does not know. ``hold``: the next daemon does not take its mount up while this
 is there.
 """
 
@@ -14,6 +15,7 @@ if "cachexfs.daemon" in sys.orig_argv and "DYING" in os.environ:
     import time
     from pathlib import Path
 
+    from cachexfs.core import publication
     from cachexfs.engine.files import Files
     from cachexfs.engine.filesystem import Filesystem
     from cachexfs.engine.publishing import Publishing
@@ -59,7 +61,13 @@ if "cachexfs.daemon" in sys.orig_argv and "DYING" in os.environ:
         _obey("die-orphaned")
         _orphaned(self, fid, inode)
 
-    Files.orphaned = orphaned
+    _note_synced = publication.note_synced
+
+    def note_synced(*arguments):
+        _obey("die-noting")
+        _note_synced(*arguments)
+
+    Files.orphaned, publication.note_synced = orphaned, note_synced
     for name in ("open", "write", "fsync", "flush", "release", "opendir", "lookup"):
         setattr(Operations, name, dying(name, getattr(Operations, name)))
     Filesystem._mutate, Publishing.publish, Operations.resume = mutate, publish, resume
