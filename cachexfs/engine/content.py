@@ -40,6 +40,10 @@ SOURCES_MAX = 10_000  # files whose reads are told apart; the oldest are forgott
 PFS_DEADLINE_S = 15.0
 PFS_LOOKS = 2
 PEER_DEADLINE_S = 15.0
+ASK_AGAIN_S, HOLDER_PATIENCE_S = (
+    0.25,
+    30.0,
+)  # of holders that are live and do not answer; a dead daemon's lease ends sooner
 
 BlockKey = tuple[int, int, int]  # (file id, generation, block index)
 
@@ -206,21 +210,27 @@ class Reader:
             del self.sources[next(iter(self.sources))]
 
     async def _fetch(self, fid: int, content: Generation, index: int) -> tuple[bytes, str]:
-        view, why = self.node.catalogue.view, ""
-        for _ in range(LOOKS_MAX):
+        view, looks = self.node.catalogue.view, LOOKS_MAX
+        end_s = trio.current_time() + HOLDER_PATIENCE_S
+        while True:
             known = view.inode(fid)
-            block, source, why = await self._fetch_as_known(fid, content, index)
+            block, source, why, unreached = await self._fetch_as_known(fid, content, index)
             if block is not None:
                 return block, source
-            if view.inode(fid) == known:
-                break  # else it has moved meanwhile, say by an eviction: look again where it is now
+            if looks > 1 and view.inode(fid) != known:
+                looks -= 1  # it has moved meanwhile, say by an eviction: look again where it is now
+            elif unreached and trio.current_time() < end_s:
+                await trio.sleep(ASK_AGAIN_S)  # its daemon may have died: there will be another, or the node is lost
+            else:
+                break
         now = view.generation(fid)
         gone = now is None or now.gen != content.gen
         raise FsError(errno.ESTALE if gone else errno.EIO, f"{quoted(self.path(fid))} block {index}: {why}")
 
-    async def _fetch_as_known(self, fid: int, content: Generation, index: int) -> tuple[bytes | None, str, str]:
-        """(block, source, ""), or (None, "", why nobody gives it)."""
+    async def _fetch_as_known(self, fid: int, content: Generation, index: int) -> tuple[bytes | None, str, str, bool]:
+        """(block, source, "", False), or (None, "", why nobody gives it, whether a live holder could not be asked)."""
         reasons: list[str] = []
+        unreached = False
         bad: list[tuple[str, str]] = []
         wanted = block_length(content.size, index)
         for label, copy, holder, attempt in self._attempts(fid, content, index):
@@ -235,15 +245,17 @@ class Reader:
                     bad.append((copy.node, copy.store))
                 elif label == "pfs" and isinstance(error, CorruptError):
                     await self.copies.note_bad(fid, content.gen)
+                elif copy is not None and holder != self.node.name:
+                    unreached = True
                 continue
             if bad:
                 await self._report(fid, content, bad, reasons)
             if label == "pfs":
                 await self.copies.note_found(fid, content.gen)
-            return block, label, ""
+            return block, label, "", False
         if bad:
             await self._report(fid, content, bad, reasons)
-        return None, "", "; ".join(reasons) or "no live node holds it and it is not on the PFS"
+        return None, "", "; ".join(reasons) or "no live node holds it and it is not on the PFS", unreached
 
     def _attempts(
         self, fid: int, content: Generation, index: int

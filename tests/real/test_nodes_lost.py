@@ -87,6 +87,8 @@ def test_what_was_fsynced_survives_a_node_that_dies_in_the_next_fsync(
         if was_closed:
             file.close()
             file = (mounts[0] / "f").open("ab", buffering=0)
+        else:
+            file.seek(0)
         file.write(second)
         (tmp_path / "hold").touch()
         (tmp_path / "die-noting").touch()
@@ -99,7 +101,8 @@ def test_what_was_fsynced_survives_a_node_that_dies_in_the_next_fsync(
             file.close()
         cluster.wipe(0)
         for mount in mounts[1:]:
-            until("there", lambda m=mount: _read(m / "f") in (first, first + second))
+            after = first + second if was_closed else second + first[MIB:]
+            until("there", lambda m=mount, a=after: _read(m / "f") in (first, a))
 
 
 def test_what_was_fsynced_survives_a_node_that_is_lost_while_no_daemon_looks(
@@ -122,6 +125,20 @@ def test_what_was_fsynced_survives_a_node_that_is_lost_while_no_daemon_looks(
         cluster.mount([1, 2])
         for mount in mounts[1:]:
             until("there", lambda m=mount: _read(m / "f") == b"bytes")
+
+
+def test_a_reader_waits_for_the_next_daemon_of_those_that_have_the_bytes(
+    make_cluster: Callable[..., LocalCluster],
+) -> None:
+    cluster = make_cluster(3, {"supervisor": "on"})
+    mounts = [node.mountpoint for node in cluster.nodes]
+    data = os.urandom(MIB + 3)
+    with pfs_away(cluster):
+        write_file(mounts[1] / "f", data)
+        with (mounts[0] / "f").open("rb") as file:
+            for index in 1, 2:
+                cluster.kill_daemon(index)
+            assert file.read() == data
 
 
 def _sync(fd: int) -> None:
