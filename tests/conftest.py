@@ -1,9 +1,12 @@
 """Shared fixtures: local clusters of real mounts, and the check that no test leaves a mount or a process behind."""
 
 import os
+import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
+from types import FrameType
 
 import pytest
 
@@ -23,6 +26,27 @@ def _no_mount_left(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     points = [line.split(" ") for line in Path("/proc/self/mounts").read_text().splitlines()]
     left = [point[1] for point in points if point[2].startswith("fuse.cachex") and point[1].startswith(ours)]
     assert not left, f"mounts left behind: {left}"
+
+
+@pytest.fixture
+def counted() -> Callable[[], AbstractContextManager[list[int]]]:
+    """``with counted() as calls``: ``calls[0]`` is then the number of function calls of the body, and of tasks that ran
+    meanwhile: work, whatever the machine does."""
+
+    @contextmanager
+    def count_calls() -> Iterator[list[int]]:
+        calls = [0]
+
+        def count(frame: FrameType, event: str, argument: object) -> None:
+            calls[0] += event in ("call", "c_call")
+
+        sys.setprofile(count)
+        try:
+            yield calls
+        finally:
+            sys.setprofile(None)
+
+    return count_calls
 
 
 class ClusterFactory:

@@ -63,10 +63,10 @@ def set_attrs(
 
 def _issue_attr(tx: Tx, ctx: Ctx, fid: int, inode: Inode) -> None:
     """What is on the PFS, or on its way there, gets a file's new attributes."""
-    pending = tx.ops_of(fid)
-    if (inode.pfs is not None or pending) and tx.names_of(fid):
+    _, newest = next(tx.latest_ops_of(fid), (b"", None))
+    if (inode.pfs is not None or newest is not None) and tx.names_of(fid):
         path = path_of(tx, fid)
-        if not pending or pending[-1][1].kind != OpKind.ATTR or pending[-1][1].path != path:
+        if newest is None or newest.kind != OpKind.ATTR or newest.path != path:
             issue(tx, ctx, Op(OpKind.ATTR, path, ctx.node, fid=fid))
 
 

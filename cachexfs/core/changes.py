@@ -125,7 +125,7 @@ def issue_dirattr(tx: Tx, ctx: Ctx, fid: int) -> None:
 
 def may_be_on_pfs(tx: Tx, fid: int) -> bool:
     inode = tx.inode(fid)
-    return inode is not None and (inode.pfs is not None or bool(tx.ops_of(fid)))
+    return inode is not None and (inode.pfs is not None or tx.has_ops(fid))
 
 
 def is_clustered(tx: Tx) -> bool:

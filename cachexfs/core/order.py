@@ -2,7 +2,9 @@
 
 Role: pure. ``PendingOrder`` mirrors the catalogue's pending operations and answers one question: which
 operation with a smaller revision must land before this one? Every node asks it of its own operations only and
-never waits for a larger revision, so waits cannot form a circle.
+never waits for a larger revision, so waits cannot form a circle. Of several it names the last one: they land about in
+order, and if all that wait named the first, each landing would look at all of them. An answer looks at the queues of a
+path and the directories above it, however many operations are pending.
 
 - Changes of one path, or of a path and its ancestor, keep their order.
 - A rename or rmdir waits for earlier changes below its paths.
@@ -16,8 +18,9 @@ Directory attributes (``DIRATTR``) are not ordered: they come when nothing in or
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Callable, Iterator
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
 from typing import Protocol
 
 from cachexfs.core.commitfiles import is_unfinished_marker
@@ -66,48 +69,46 @@ class Passing(Protocol):
 
 
 class _Queue:
-    """Members in increasing order; smallest in amortised constant time."""
+    """Members in increasing order; what is gone is passed over, and forgotten now and then."""
 
-    __slots__ = ("_head", "_items", "_live")
+    __slots__ = ("_items", "_live")
 
     def __init__(self) -> None:
         self._items: list[Seq] = []
         self._live: set[Seq] = set()
-        self._head = 0
 
     def add(self, seq: Seq) -> None:
         if seq in self._live:
             return
         if self._items and seq < self._items[-1]:
-            self._items = sorted({*self._items[self._head :], seq})
-            self._head = 0
+            self._items = sorted({*self._items, seq})
         else:
             self._items.append(seq)
         self._live.add(seq)
 
     def discard(self, seq: Seq) -> bool:
         """Remove; returns whether the queue is now empty."""
-        self._live.discard(seq)
-        if len(self._items) - self._head > 2 * len(self._live) + GONE_MIN:  # ``last`` walks over those that are gone
-            self._items, self._head = list(self.members()), 0
-        return not self._live
-
-    def members(self) -> Iterator[Seq]:
-        """All, in order."""
-        return (seq for seq in self._items[self._head :] if seq in self._live)
-
-    def first(self) -> Seq | None:
-        """The smallest."""
         items, live = self._items, self._live
-        while self._head < len(items) and items[self._head] not in live:
-            self._head += 1
-        return items[self._head] if self._head < len(items) else None
+        live.discard(seq)
+        while items and items[-1] not in live:
+            items.pop()
+        if len(items) > 3 * len(live) + GONE_MIN:
+            self._items = [seq for seq in items if seq in live]
+        return not live
 
-    def last(self, before: Seq, passing: Passing | None = None, since: Seq | None = None) -> Seq | None:
-        """The largest before ``before``, but for those in ``passing`` or before ``since``."""
+    def between(self, start: Seq | None, end: Seq | None = None) -> Iterator[Seq]:
+        """Those after ``start`` (None: all) and before ``end`` (None: to the last), in order."""
         items, live = self._items, self._live
-        low = self._head if since is None else bisect_left(items, since, self._head)
-        for at in range(bisect_left(items, before, self._head) - 1, low - 1, -1):
+        low = 0 if start is None else bisect_right(items, start)
+        for at in range(low, len(items) if end is None else bisect_left(items, end)):
+            if items[at] in live:
+                yield items[at]
+
+    def last(self, before: Seq | None, passing: Passing | None = None, since: Seq | None = None) -> Seq | None:
+        """The largest before ``before`` (None: of all), but for those in ``passing`` or before ``since``."""
+        items, live = self._items, self._live
+        low = 0 if since is None else bisect_left(items, since)
+        for at in range((len(items) if before is None else bisect_left(items, before)) - 1, low - 1, -1):
             if items[at] in live and (passing is None or items[at][1] not in passing):
                 return items[at]
         return None
@@ -121,6 +122,9 @@ class PendingOrder:
         self._at: dict[bytes, _Queue] = {}
         self._under: dict[bytes, _Queue] = {}
         self._first: dict[bytes, _Queue] = {}  # of a directory: what comes before anything later in or below it
+        self._awaited: dict[bytes, _Queue] = {}  # what a commit operation waits for -> these
+        self._listing: dict[bytes, _Queue] = {}  # directory -> what lands a commit file that lists members there
+        self._puts: dict[int, _Queue] = {}  # file id -> its contents
 
     def __len__(self) -> int:
         return len(self._ops)
@@ -134,6 +138,8 @@ class PendingOrder:
         self._ops[key] = (seq, op)
         for table, path in self._places(op):
             table.setdefault(path, _Queue()).add(seq)
+        if op.kind == OpKind.PUT:
+            self._puts.setdefault(op.fid, _Queue()).add(seq)
 
     def remove(self, key: bytes) -> None:
         """Forget an operation that landed or was given up."""
@@ -145,6 +151,8 @@ class PendingOrder:
             queue = table.get(path)
             if queue is not None and queue.discard(seq):
                 del table[path]
+        if op.kind == OpKind.PUT and self._puts[op.fid].discard(seq):
+            del self._puts[op.fid]
 
     def blocker(self, key: bytes, passing: Passing | None = None) -> bytes | None:
         """Key of an operation that must land before ``key``; None when it may land now.
@@ -157,25 +165,20 @@ class PendingOrder:
             return None
         seq, op = found
         if op.kind == OpKind.DIRATTR:
-            return self._first_of((self._under, op.path), (self._at, op.path), before=None)
+            return self._last_of((self._under, op.path), (self._at, op.path), before=None)
         for path in paths_of(op):
-            first = self._first_of((self._at, path), before=seq)
-            for directory in ancestors(path) if first is None else ():
-                first = self._first_of((self._at, directory), (self._first, directory), before=seq)
-                if first is not None:
+            last = self._last_of((self._at, path), before=seq)
+            for directory in ancestors(path) if last is None else ():
+                last = self._last_of((self._at, directory), (self._first, directory), before=seq)
+                if last is not None:
                     break
-            if first is None and op.kind in (OpKind.RENAME, OpKind.RMDIR):
-                first = self._first_of((self._under, path), before=seq)
-            if first is not None:
-                return first
+            if last is None and op.kind in (OpKind.RENAME, OpKind.RMDIR):
+                last = self._last_of((self._under, path), before=seq)
+            if last is not None:
+                return last
         return self._commit_blocker(seq, op, passing) if op.commit else None
 
     def _commit_blocker(self, seq: Seq, op: Op, passing: Passing | None) -> bytes | None:
-        """The last of all that a commit operation waits for.
-
-        They land about in order, and each removal in a directory is a commit operation: if all waited for the first,
-        each landing would look at all of them.
-        """
         places = [(self._under, op.below)]
         if op.target is not None:
             places += [(self._under, op.target), (self._at, op.target)]
@@ -199,12 +202,31 @@ class PendingOrder:
         """The place of a pending operation. Raises ``KeyError``."""
         return self._ops[key][0]
 
+    def next_put(self, key: bytes) -> bytes | None:
+        """The next pending content of the file that the PUT ``key`` is of; None also when it is not pending."""
+        if key not in self._ops:
+            return None
+        seq, op = self._ops[key]
+        found = next(self._puts[op.fid].between(seq), None)
+        return None if found is None else found[1]
+
+    def puts_before(self, key: bytes) -> list[bytes]:
+        """Of the contents before the PUT ``key`` of the same file the first and the last."""
+        seq, op = self._ops[key]
+        queue = self._puts[op.fid]
+        found = (next(queue.between(None, seq), None), queue.last(seq))
+        return list(dict.fromkeys(earlier[1] for earlier in found if earlier is not None))
+
     def after(self, key: bytes, directory: bytes) -> Iterator[tuple[Seq, Op]]:
         """Operations in or below a directory later than ``key``, in order."""
-        start, queue = self._ops[key][0], self._under.get(directory)
-        for seq in queue.members() if queue is not None else ():
-            if seq > start:
-                yield seq, self._ops[seq[1]][1]
+        queue = self._under.get(directory)
+        for seq in queue.between(self._ops[key][0]) if queue is not None else ():
+            yield seq, self._ops[seq[1]][1]
+
+    def at_or_below(self, path: bytes) -> Iterator[tuple[bytes, Op]]:
+        """Operations on a path and on what lies below it, in order."""
+        found = {seq for queue in self._queues((self._at, path), (self._under, path)) for seq in queue.between(None)}
+        return ((key, self._ops[key][1]) for _, key in sorted(found))
 
     def pending_below(self, path: bytes) -> bool:
         """Whether anything at or below a path is pending."""
@@ -219,22 +241,16 @@ class PendingOrder:
         if low not in self._ops or high not in self._ops:
             return True
         start, end = self._ops[low][0], self._ops[high][0]
-        for seq, op in self._ops.values():
-            if not start < seq < end or op.kind == OpKind.DIRATTR:
-                continue
-            if any(covers(p, path) or covers(path, p) for p in paths_of(op)):
-                return True
-            if op.commit and covers(op.below, path):
-                return True
-            if op.target is not None and covers(op.target, path):
-                return True
-        return False
+        places = [(table, above) for above in (path, *ancestors(path)) for table in (self._at, self._awaited)]
+        queues = self._queues(*places, (self._under, path))
+        return any(next(queue.between(start, end), None) is not None for queue in queues)
 
     def moved_between(self, path: bytes, low: bytes, high: bytes) -> bool:
         """Whether an operation between two pending ones gives what lies at ``path`` another name."""
         start, end = self._ops[low][0], self._ops[high][0]
-        moves = [op for seq, op in self._ops.values() if start < seq < end and op.kind in (OpKind.RENAME, OpKind.LINK)]
-        return any(covers(op.path, path) for op in moves)
+        queues = self._queues(*((self._at, above) for above in (path, *ancestors(path))))
+        found = (self._ops[key][1] for queue in queues for _, key in queue.between(start, end))
+        return any(op.kind in (OpKind.RENAME, OpKind.LINK) and covers(op.path, path) for op in found)
 
     def claimed_after(self, key: bytes, live: Callable[[int], bool]) -> bool:
         """Whether a commit file that lists members is going to land later than the PUT ``key``, and waits for it.
@@ -250,24 +266,30 @@ class PendingOrder:
         if lists_members(put.path.rpartition(b"/")[2]):
             return
         names = {put.path}
-        later = [(other, op) for other, op in self._ops.values() if other > seq and op.kind != OpKind.DIRATTR]
-        for other, op in sorted(later, key=lambda row: row[0]):
+        while (found := self._next_about(names, seq)) is not None:
+            seq, op = found
             there, named = lands_at(op), frozenset[bytes]()
-            lists = op.commit and lists_members(there.rpartition(b"/")[2])
-            if lists and op.kind in (OpKind.PUT, OpKind.RENAME, OpKind.LINK) and live(op.fid):
+            if _lands_list(op) and live(op.fid):
                 named = frozenset(name for name in names if name != there and covers(op.below, name))
             if named:
-                yield other[1], named
+                yield seq[1], named
             names = _names_after(op, put.fid, names)
-            if not names:
-                return
 
-    def _first_of(self, *places: tuple[dict[bytes, _Queue], bytes], before: Seq | None) -> bytes | None:
-        for table, path in places:
-            queue = table.get(path)
-            first = queue.first() if queue is not None else None
-            if first is not None and (before is None or first < before):
-                return first[1]
+    def _next_about(self, names: Iterable[bytes], after: Seq) -> tuple[Seq, Op] | None:
+        """The first operation after ``after`` that changes one of these names, or claims it by a commit file."""
+        above = {path for name in names for path in (name, *ancestors(name))}
+        queues = self._queues(*((table, path) for path in above for table in (self._at, self._listing)))
+        found = min((seq for queue in queues for seq in islice(queue.between(after), 1)), default=None)
+        return None if found is None else self._ops[found[1]]
+
+    def _queues(self, *places: tuple[dict[bytes, _Queue], bytes]) -> Iterator[_Queue]:
+        return (queue for table, path in places if (queue := table.get(path)) is not None)
+
+    def _last_of(self, *places: tuple[dict[bytes, _Queue], bytes], before: Seq | None) -> bytes | None:
+        for queue in self._queues(*places):
+            last = queue.last(before)
+            if last is not None:
+                return last[1]
         return None
 
     def _places(self, op: Op) -> list[tuple[dict[bytes, _Queue], bytes]]:
@@ -279,7 +301,19 @@ class PendingOrder:
             places += [(self._under, directory) for directory in ancestors(path)]
             if is_unfinished_marker(path.rpartition(b"/")[2]) or (path == op.path and _takes_claim(op)):
                 places.append((self._first, parent_of(path)))
+        if op.commit:
+            places.append((self._awaited, op.below))
+        if op.target is not None:
+            places.append((self._awaited, op.target))
+        if _lands_list(op):
+            places.append((self._listing, op.below))
         return places
+
+
+def _lands_list(op: Op) -> bool:
+    """Whether an operation lands a commit file that lists members."""
+    lands = op.commit and op.kind in (OpKind.PUT, OpKind.RENAME, OpKind.LINK)
+    return lands and lists_members(lands_at(op).rpartition(b"/")[2])
 
 
 def _names_after(op: Op, fid: int, names: set[bytes]) -> set[bytes]:

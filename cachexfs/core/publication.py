@@ -85,9 +85,10 @@ def publish(tx: Tx, ctx: Ctx, fid: int, base_gen: int, content: Content) -> Gene
         conflict=conflict, stamp_ns=content.stamp_ns,
     )  # fmt: skip
     tx.put(generation_key(fid), generation)
-    pending = tx.ops_of(fid)
-    torn = content.torn and any(o.kind == OpKind.PUT and o.stage == content.stage and not o.ready for _, o in pending)
-    if inode.pfs is not None or pending:
+    torn = content.torn and any(
+        o.kind == OpKind.PUT and o.stage == content.stage and not o.ready for _, o in tx.latest_ops_of(fid)
+    )
+    if inode.pfs is not None or tx.has_ops(fid):
         for parent, name in names:
             withdraw_commits(tx, ctx, parent, path_of(tx, parent), name, hold=not torn, torn=torn)
     _issue_put(tx, ctx, fid, path, gen, content)
@@ -122,9 +123,9 @@ def complete(tx: Tx, fid: int, content: Generation, digest: bytes, tree: bytes) 
     if now is not None and now.gen == content.gen and now.stage == content.stage and not now.tree:
         told = msgspec.structs.replace(now, digest=digest, tree=tree, published=tx.view.published_at(fid))
         tx.put(generation_key(fid), told)
-        for key, op in tx.ops_of(fid):
-            if op.kind == OpKind.PUT and op.gen == now.gen:
-                tx.put(key, msgspec.structs.replace(op, tree=tree))
+        put = next(((key, op) for key, op in tx.latest_ops_of(fid) if op.kind == OpKind.PUT), None)
+        if put is not None and put[1].gen == now.gen:
+            tx.put(put[0], msgspec.structs.replace(put[1], tree=tree))
 
 
 def close_created(tx: Tx, ctx: Ctx, fid: int) -> None:
@@ -223,7 +224,7 @@ def pfs_copy_gone(tx: Tx, ctx: Ctx, fid: int, gen: int, holders: Sequence[str], 
     was there. Nothing happens while a change of the file is pending."""
     inode, content = tx.inode(fid), tx.generation(fid)
     there = inode.pfs if inode is not None else None
-    if inode is None or content is None or there is None or there.hidden or tx.ops_of(fid):
+    if inode is None or content is None or there is None or there.hidden or tx.has_ops(fid):
         return
     if (inode.gen, there.gen) != (gen, gen) or inode.writing or not tx.names_of(fid):
         return
@@ -252,7 +253,7 @@ def pfs_copy_changed(tx: Tx, fid: int, before: PfsCopy, error: str, *, fall: boo
     """The PFS has another file where a content had landed (``before``). ``fall``: it counts as missing there. It is not
     copied there again: that file is somebody's."""
     inode = tx.inode(fid)
-    if inode is None or inode.pfs != before or inode.writing or tx.ops_of(fid):
+    if inode is None or inode.pfs != before or inode.writing or tx.has_ops(fid):
         return
     new = msgspec.structs.replace(inode, error=error)
     if fall:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from cachexfs.core.order import lists_members
+from cachexfs.core.order import ancestors, lists_members
 from cachexfs.core.records import (
     JOB_KEY,
     ROOT_FID,
@@ -88,7 +88,7 @@ class Replica:
         self._subdirs: dict[int, int] = {}
         self._ops: dict[bytes, Entry] = {}
         self._ops_of: dict[int, dict[bytes, None]] = {}
-        self._renames: dict[bytes, bytes] = {}
+        self._renames: dict[bytes, dict[bytes, None]] = {}  # new path -> renames and links to it
         self._listers: dict[int, dict[bytes, None]] = {}
         self._failing: dict[bytes, None] = {}
         self._nodes: dict[str, Node] = {}
@@ -166,6 +166,16 @@ class Replica:
         """Pending operations of one file id, oldest first."""
         return [(key, op) for key in self._ops_of.get(fid, ()) if (op := self.op(key)) is not None]
 
+    def has_ops(self, fid: int) -> bool:
+        """Whether operations of a file id are pending."""
+        return fid in self._ops_of
+
+    def latest_ops_of(self, fid: int) -> Iterator[tuple[bytes, Op]]:
+        """The same, newest first; no more of them are looked at than are asked for."""
+        for key in reversed(self._ops_of.get(fid, {})):
+            if (op := self.op(key)) is not None:
+                yield key, op
+
     def subdirs(self, parent: int) -> int:
         """Number of directories in a directory."""
         return self._subdirs.get(parent, 0)
@@ -201,7 +211,22 @@ class Replica:
         if any(op.kind == OpKind.LINK for _, op in self.ops_of(fid)):
             return True
         path = self.path(fid)
-        return path is not None and any(path == new or path.startswith(new + b"/") for new in self._renames.values())
+        return path is not None and any(above in self._renames for above in (path, *ancestors(path)))
+
+    def before_renames(self, path: bytes) -> list[bytes]:
+        """A path, then what it was before each pending rename and link, taken back one by one from the last."""
+        found, before = [path], None
+        while self._renames:
+            keys = (key for above in (path, *ancestors(path)) for key in self._renames.get(above, ()))
+            places = ((self._ops[key].created, key) for key in keys)
+            before = max((place for place in places if before is None or place < before), default=None)
+            if before is None:
+                break
+            op = self._ops[before[1]].record
+            assert isinstance(op, Op)
+            path = op.path + path[len(op.path2) :]
+            found.append(path)
+        return found
 
     @property
     def op_count(self) -> int:
@@ -278,7 +303,7 @@ class Replica:
             self._ops[key] = entry
             self._ops_of.setdefault(record.fid, {})[key] = None
             if record.kind in (OpKind.RENAME, OpKind.LINK):
-                self._renames[key] = record.path2
+                self._renames.setdefault(record.path2, {})[key] = None
         elif isinstance(record, Node):
             self._nodes[record.name] = record
         elif isinstance(record, Life):
@@ -317,7 +342,10 @@ class Replica:
                 self._ops_of.pop(record.fid, None)
             if keep is None:
                 self._ops.pop(key, None)
-            self._renames.pop(key, None)
+            if record.kind in (OpKind.RENAME, OpKind.LINK):
+                self._renames[record.path2].pop(key, None)
+                if not self._renames[record.path2]:
+                    del self._renames[record.path2]
         elif keep is not None:
             return
         elif isinstance(record, Node):

@@ -9,6 +9,7 @@ Concurrency: a transaction is computed between two awaits.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -152,6 +153,18 @@ class Tx:
             if isinstance(record, Op) and record.fid == fid and self.view.op(key) is None:
                 found.append((key, record))
         return found
+
+    def latest_ops_of(self, fid: int) -> Iterator[tuple[bytes, Op]]:
+        """The same, newest first; only what is asked for is looked at, and guarded."""
+        own = [(key, op) for key, op in self.write.puts.items() if isinstance(op, Op) and op.fid == fid]
+        yield from reversed([(key, op) for key, op in own if self.view.op(key) is None])
+        for key, _ in self.view.latest_ops_of(fid):
+            if isinstance(op := self.read(key), Op):
+                yield key, op
+
+    def has_ops(self, fid: int) -> bool:
+        """Whether anything of a file is pending; a yes holds while the newest of it is."""
+        return next(self.latest_ops_of(fid), None) is not None
 
     # ---- writing
     def put(self, key: bytes, record: AnyRecord) -> None:

@@ -24,7 +24,7 @@ from cachexfs.core import manifest as manifests
 from cachexfs.core import publication
 from cachexfs.core.digest import BLOCK_BYTES, block_count, block_digest, block_length, split_blocks, tree_digest
 from cachexfs.core.landed import CHANGED, Landed
-from cachexfs.core.records import Copy, Generation, Inode, OpKind
+from cachexfs.core.records import Copy, Generation, Inode
 from cachexfs.engine.copying import copy_bytes
 from cachexfs.engine.fill import Fills
 from cachexfs.engine.node import Node
@@ -90,17 +90,7 @@ class Reader:
         return [self._before_pending(path)[0] for path in paths]
 
     def _before_pending(self, path: bytes) -> list[bytes]:
-        view, found = self.node.catalogue.view, [path]
-        renames = [op for _, op, _ in view.ops() if op.kind in (OpKind.RENAME, OpKind.LINK)]
-        for op in reversed(renames):
-            if path == op.path2:
-                path = op.path
-            elif path.startswith(op.path2 + b"/"):
-                path = op.path + path[len(op.path2) :]
-            else:
-                continue
-            found.append(path)
-        return found[::-1]
+        return self.node.catalogue.view.before_renames(path)[::-1]
 
     # ---- reading
     async def read(self, fid: int, content: Generation, offset: int, length: int) -> bytes:

@@ -162,7 +162,7 @@ class Keeper:
         if inode is None or generation is None or not generation.stage or not self.node.on_pfs(fid, inode):
             return
         vnode, stage = self.files.known(fid), generation.stage
-        if (vnode is not None and (vnode.dirty or vnode.handles)) or view.ops_of(fid):
+        if (vnode is not None and (vnode.dirty or vnode.handles)) or view.has_ops(fid):
             return
         stores = {self.node.staging.store} | ({replicas.store} if replicas is not None else set())
         gone = {

@@ -215,14 +215,14 @@ class Names:
         view, completeness = self.node.catalogue.view, self.parts.completeness
         entry = view.lookup(parent, name)
         inode = view.inode(entry.fid) if entry is not None else None
-        if inode is None or inode.kind != "f" or (inode.pfs is None and not view.ops_of(entry.fid if entry else 0)):
+        if inode is None or inode.kind != "f" or (inode.pfs is None and not view.has_ops(entry.fid if entry else 0)):
             return
         for commit in view.listers(parent):
             found = view.lookup(parent, commit)
             record = view.inode(found.fid) if found is not None else None
             if found is None or record is None or commit == name:
                 continue
-            if record.pfs is None and not view.ops_of(found.fid):
+            if record.pfs is None and not view.has_ops(found.fid):
                 continue  # it neither is on the PFS nor will be before this change
             if completeness.members_of(found.fid, record.gen) is None:
                 try:

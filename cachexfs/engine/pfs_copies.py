@@ -43,7 +43,7 @@ class PfsCopies:
         there = inode.pfs
         if there is None or not there.ino:
             return None
-        pending = inode.writing or self.node.catalogue.view.ops_of(fid)
+        pending = inode.writing or self.node.catalogue.view.has_ops(fid)
         return Landed(there.ino, there.size, None if pending else there.mtime_ns)
 
     async def there(self, fids: Sequence[int]) -> set[int] | None:
@@ -96,7 +96,7 @@ class PfsCopies:
         inode, path = view.inode(fid), view.path(fid)
         if inode is None or path is None or asked.pfs is None or (inode.gen, inode.pfs) != (asked.gen, asked.pfs):
             return False
-        if inode.writing or view.ops_of(fid) or not node.on_pfs(fid, inode):
+        if inode.writing or view.has_ops(fid) or not node.on_pfs(fid, inode):
             return False
         now_s, key = trio.current_time(), (fid, inode.gen)
         if now_s - self._looked_s.get(key, -AGAIN_S) < AGAIN_S:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+
+import msgspec
 from core_support import covers, must_wait, paths_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -94,6 +98,33 @@ def test_a_drain_is_superseded_only_when_nothing_between_waits_for_it(ops: list[
         if op.kind != OpKind.DIRATTR
     )
     assert order.commit_between(path, rows[0][0], rows[-1][0]) == needed
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(operations(), min_size=1, max_size=10), st.sets(st.integers(0, 9)))
+def test_what_claims_a_removed_file_is_found_under_all_its_names(ops: list[Op], gone: set[int]) -> None:
+    """The operations that the index visits against all later ones, one by one."""
+    order = PendingOrder()
+    rows = keyed([msgspec.structs.replace(op, fid=number) for number, op in enumerate(ops)])
+    for row in rows:
+        order.add(*row)
+    names, wanted = {rows[0][2].path}, []
+    for key, _, op in rows[1:]:
+        if op.kind == OpKind.DIRATTR:
+            continue
+        there = op.path2 if op.kind == OpKind.RENAME else op.path
+        claims = op.commit and op.kind in (OpKind.PUT, OpKind.RENAME) and there.endswith(b".metadata")
+        named = {name for name in names if name != there and covers(op.below, name)}
+        if claims and named and op.fid not in gone:
+            wanted.append((key, frozenset(named)))
+        if op.kind == OpKind.RENAME:
+            moved = {op.path2 + name[len(op.path) :] for name in names if covers(op.path, name)}
+            names = moved | {name for name in names if not covers(op.path, name) and name != op.path2}
+        elif op.kind in (OpKind.UNLINK, OpKind.PUT, OpKind.SYMLINK):
+            names = names - {op.path}
+    if rows[0][2].path.endswith(b".metadata"):
+        wanted = []
+    assert list(order.claimants(rows[0][0], lambda fid: fid not in gone)) == wanted
 
 
 def test_an_operation_that_is_gone_counts_as_in_between() -> None:
@@ -212,3 +243,23 @@ def test_removals_of_ten_thousand_files_of_a_directory_do_not_all_look_at_each_l
         assert waits.blocker(b"p/%08d" % (number + 1)) is None
         assert b"p/%08d" % (number + 1) in freed
     assert looks < 3 * 10_000
+
+
+def test_whether_a_content_is_needed_is_found_without_looking_at_what_else_is_pending(
+    counted: Callable[[], AbstractContextManager[list[int]]],
+) -> None:
+    order = PendingOrder()
+    order.add(b"p/1", 1, Op(OpKind.PUT, b"s/a", "n0", fid=1, gen=1))
+    for number in range(2000):
+        op = Op(OpKind.UNLINK, b"t/%d" % number, "n0", fid=number + 9, commit=True, below=b"t")
+        order.add(b"p/%d" % (number + 10), number + 10, op)
+    order.add(b"p/8000", 8000, Op(OpKind.PUT, b"s/a", "n0", fid=1, gen=2))
+    order.add(b"p/9000", 9000, Op(OpKind.PUT, b"s/.metadata", "n0", fid=2, commit=True, below=b"s"))
+    with counted() as calls:
+        assert order.next_put(b"p/1") == b"p/8000"
+        assert not order.commit_between(b"s/a", b"p/1", b"p/8000")
+        assert not order.moved_between(b"s/a", b"p/1", b"p/8000")
+        assert order.claimed_after(b"p/1", lambda fid: True)
+        assert order.claimed_after(b"p/8000", lambda fid: True)
+        assert not order.claimed_after(b"p/8000", lambda fid: False)
+    assert calls[0] < 1000
