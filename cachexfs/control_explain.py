@@ -13,7 +13,7 @@ from cachexfs.control_answers import Answer
 from cachexfs.core import formats
 from cachexfs.core.boundary import Boundary
 from cachexfs.core.formats import may_be_checkpoint
-from cachexfs.core.records import Inode, Op, OpKind
+from cachexfs.core.records import Inode, Op
 from cachexfs.core.routes import DIRECT
 from cachexfs.engine.candidates import Candidate
 from cachexfs.engine.completeness import UNREADABLE, UNREADABLE_NOW, Checkpoint, Completeness, Piece
@@ -114,9 +114,10 @@ def _mend(error: str) -> str:
 
 def _pending(parts: Parts, base: bytes) -> list[Answer]:
     """Pending changes of the PFS at or below a path."""
-    found = []
-    for key, op, _ in parts.node.catalogue.view.ops():
-        if op.kind == OpKind.DIRATTR or not (op.path == base or not base or op.path.startswith(base + b"/")):
+    order, found = parts.drainer.waits.order, list[Answer]()
+    for key, op in order.at_or_below(base):
+        if len(found) >= PIECES_MAX:  # counted only
+            found.append(_piece(os.fsdecode(op.path), op.owner, "pfs", "", ""))
             continue
         reason = reason_of(parts, key, op)
         fix = "mend what the error says; it is tried again" if "next try" in reason else GOES_ON

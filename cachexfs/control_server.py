@@ -33,7 +33,7 @@ from cachexfs.errors import EXIT_CANNOT_TELL, EXIT_TIMEOUT, EXIT_USAGE, CacheXEr
 log = logging.getLogger(__name__)
 
 REQUEST_BYTES_MAX = 64 << 10
-POLL_S = 0.2
+POLL_S, PAUSE_SHARE = 0.2, 5.0
 STALLED_S = 60.0
 HEARTBEAT_S = 2.0  # a client takes 10 s of silence for a daemon that hangs
 PATIENCE_S = 2.0  # for a commit file that is being read
@@ -300,12 +300,13 @@ class ControlServer:
         patience = trio.move_on_after(float("inf") if timeout is None else float(timeout))
         with self.node.foreground.awaited(), patience:
             while True:
+                began_s = trio.current_time()
                 reached, reason, progress = await self._reached(path, at)
                 if reached:
                     await send({"done": True, "reached": True, "reason": "", "exit": 0})
                     return
                 await send({"progress": progress})
-                await trio.sleep(POLL_S)
+                await _pause(began_s)
         await send({"done": True, "reached": False, "reason": reason or "not reached in time", "exit": EXIT_TIMEOUT})
 
     async def _reached(self, path: str, at: Boundary) -> tuple[bool, str, Answer]:
@@ -397,11 +398,12 @@ class ControlServer:
         while trio.current_time() < deadline_s and self._undrained():
             if progress.landed_ops != landed:
                 landed, since_s = progress.landed_ops, trio.current_time()
-            hopeless = progress.errors or progress.held_up or not self.parts.drainer.in_progress()
+            hopeless = progress.errors or progress.held_up or self.parts.drainer.is_idle()
             if not patient and hopeless and trio.current_time() - since_s > STALLED_S:
                 return
+            began_s = trio.current_time()
             await send({"progress": self._left()})
-            await trio.sleep(POLL_S)
+            await _pause(began_s)
 
     def _undrained(self) -> list[tuple[bytes, Op]]:
         return self.parts.drainer.own_pending()
@@ -421,6 +423,11 @@ class ControlServer:
             if path.startswith(prefix)
         ]
         await send({"done": True, "files": files})
+
+
+async def _pause(began_s: float) -> None:
+    """Between two looks: with tens of thousands of files one takes so long that applications would feel it."""
+    await trio.sleep(max(POLL_S, PAUSE_SHARE * (trio.current_time() - began_s)))
 
 
 def _time(time_s: float) -> str | None:

@@ -172,7 +172,7 @@ class Serving:
             self.exit_code = EXIT_NOT_DURABLE
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._cancel_when_stopped, control, nursery.cancel_scope)
-            while parts.drainer.in_progress():
+            while not parts.drainer.is_idle():
                 await parts.drainer.changed()
             nursery.cancel_scope.cancel()
         left = parts.drainer.own_pending()

@@ -5,18 +5,18 @@ survivor those of a lost node. ``core/waits`` says who waits for whom and what i
 ``drain_puts`` what need not land; ``drain_files`` carries out the files, made ready before they may land, oldest first;
 ``drain_names`` the rest; ``drain_errors`` shows what fails; ``claims`` decides about commit files.
 
-Concurrency: one task per operation that can make progress; an operation that waits has no task. A failure backs off,
+Concurrency: one task per operation that makes progress, so many at a time of each kind (``Turns``), the oldest first.
+An operation that waits or rests has no task, so that tens of thousands may. A failure backs off,
 shows in ``error``, and is tried until it succeeds; what the PFS refuses repeatedly is *parked*: tried slowly, and
-others stop waiting for it. A hung PFS holds tasks here, never the loop.
+others stop waiting for it. A hung PFS holds tasks here, never the loop; while it does not answer few are tried.
 """
 
 from __future__ import annotations
 
 import errno
 import logging
-from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator
+from itertools import takewhile
 
 import msgspec
 import trio
@@ -35,23 +35,13 @@ from cachexfs.engine.files import Files
 from cachexfs.engine.health import pfs_health
 from cachexfs.engine.node import Node
 from cachexfs.engine.owners import FENCE_S, Owners, check_reach
-from cachexfs.engine.turns import OldestFirst
+from cachexfs.engine.turns import CHANGES_MAX, Lane, OldestFirst, State, Turns
 from cachexfs.engine.vnode import Vnode
 from cachexfs.errors import CacheXError, NotDurableError, quoted
 
 log = logging.getLogger(__name__)
 
-META_TASKS_MAX = 16
 LANDS_BY_ITSELF = "it lands by itself once that answers"
-
-
-@dataclass(slots=True)
-class _State:
-    """One operation of this node: whether its file is ready under the hidden name, and when to try again."""
-
-    ready: bool = False
-    running: bool = False
-    attempts: Attempts = field(default_factory=Attempts)
 
 
 def _holds(record: AnyRecord) -> object:
@@ -75,12 +65,11 @@ class Drainer:
         self.puts = Puts(node, self.owners, self.ready)
         self.waits = self.puts.waits
         self.errors = DrainErrors(node, self.owners, self.progress)
-        self._states: dict[bytes, _State] = {}
-        self._runnable: dict[bytes, None] = {}
-        self._wake = trio.Event()
+        self._turns = Turns(max(1, node.options.drain_workers), self._is_away)
+        self._in_use: dict[int, dict[bytes, None]] = {}  # file id -> PUTs that wait for the last close
         self._nursery: trio.Nursery | None = None
         self._copy_slots = OldestFirst(max(1, node.options.drain_workers))
-        self._meta_slots = trio.CapacityLimiter(META_TASKS_MAX)
+        self._meta_slots = trio.CapacityLimiter(CHANGES_MAX)
         self._landed = trio.Event()
         self.on_landed: Callable[[], None] = lambda: None
 
@@ -88,7 +77,7 @@ class Drainer:
     def load(self) -> None:
         """Take in what is pending when the engine starts."""
         for key, op, created in self.node.catalogue.view.ops():
-            self._consider(*self.waits.put(key, created, op))
+            self._begin(self.waits.put(key, created, op))
 
     def notice(self, changes: Applied) -> None:
         """Catalogue listener."""
@@ -99,23 +88,30 @@ class Drainer:
         for key, old, new in changes:
             if isinstance(new, Op):
                 entry = view.entry(key)
-                self._consider(*self.waits.put(key, entry.created if entry else 0, new))
-                if old is None and new.kind == OpKind.PUT:  # earlier contents may not need to land any more
-                    self._consider(*(k for k, o in view.ops_of(new.fid) if o.kind == OpKind.PUT and k != key))
+                self._begin(self.waits.put(key, entry.created if entry else 0, new))
+                if old is None and new.kind == OpKind.PUT:
+                    self._consider(self.waits.order.puts_before(key))  # perhaps they need not land any more
             elif isinstance(old, Op):
-                self._removed(key)
+                self._removed(key, old)
             elif isinstance(old, Inode) and (new is None or _holds(new) != _holds(old)):
-                self._consider(*self.waits.look(k for k, _ in view.ops_of(int(key[2:], 16))))
+                self._consider(self._concerned(int(key[2:], 16), old, new))
             elif isinstance(old or new, Life | NodeRecord):
-                self._consider(*self.waits.look([k for k, _, _ in view.ops()]))
+                self._consider([k for k, _, _ in view.ops()])
         self.ready.notice(changes)
 
-    def _removed(self, key: bytes) -> None:
+    def _concerned(self, fid: int, old: Inode, new: AnyRecord | None) -> list[bytes]:
+        """The operations of a file whose bytes may be lost or found by a change of its record."""
+        ops = self.node.catalogue.view.latest_ops_of(fid)
+        if isinstance(new, Inode) and self.node.options.alone:  # nobody else has, or lands, earlier contents
+            ops = takewhile(lambda row: row[1].kind != OpKind.PUT or row[1].gen >= old.gen, ops)
+        return [key for key, _ in ops]
+
+    def _removed(self, key: bytes, op: Op) -> None:
         freed = self.waits.remove(key)
-        self._states.pop(key, None)
-        self._runnable.pop(key, None)
+        self._turns.forget(key)
+        self._forget_use(key, op.fid)
         self.errors.over(key)
-        self._consider(*freed)
+        self._begin(freed)
         self._tell()
 
     def _tell(self) -> None:
@@ -123,41 +119,43 @@ class Drainer:
         self._landed = trio.Event()
         self.on_landed()
 
-    def _consider(self, *keys: bytes) -> None:
-        """Start what can make progress, of these and of those that were stuck behind them."""
-        todo = deque(keys)
-        while todo:
-            key = todo.popleft()
+    def _consider(self, keys: Iterable[bytes]) -> None:
+        """Judge operations anew, and let begin what can make progress, also of what was stuck behind them."""
+        self._begin(self.waits.look(keys))
+
+    def _begin(self, keys: Iterable[bytes]) -> None:
+        for key in keys:
             op = self.node.catalogue.view.op(key)
             if op is None or not self.responsible(op) or self.node.options.offline:
                 continue
-            todo.extend(other for other in self.waits.look([key]) if other != key)
-            if self._may_progress(key, op):
-                self._runnable[key] = None
-                self._wake.set()
+            state = self._turns.state(key, ready=op.ready)
+            self._turns.wait(self.waits.order.seq(key), self._lane_of(key, op, state))
 
-    def _may_progress(self, key: bytes, op: Op) -> bool:
-        state = self._states.setdefault(key, _State(op.ready))
-        if state.running or key in self._runnable or (op.kind == OpKind.WITHDRAW and op.held):
-            return False
+    def _lane_of(self, key: bytes, op: Op, state: State) -> Lane | None:
+        """Where an operation waits for its task; None where it can make no progress now."""
+        if state.running or state.resting or (op.kind == OpKind.WITHDRAW and op.held):
+            return None
         if self.owners.fence_s(op):
-            return False
-        if op.kind == OpKind.PUT and not op.cancelled and self.files.busy(op.fid):
-            return False
-        if op.kind == OpKind.PUT and not op.ready and self.puts.lost(op):
-            self.errors.over(key)  # ``losses`` tells; a copy that comes back brings us here
-            return False
-        blocker = self.waits.blocker(key)
-        if blocker is None:
-            return True
+            return None
         if op.kind != OpKind.PUT:
-            return False
-        return not state.ready or self.puts.unneeded(key, op) or (not op.ready and self.waits.stuck(blocker))
+            return self._turns.changes if self.waits.blocker(key) is None else None
+        if self.puts.unneeded(key, op):
+            return self._turns.drops
+        if self.files.busy(op.fid):
+            self._in_use.setdefault(op.fid, {})[key] = None
+            return None
+        if not op.ready and self.puts.lost(op):
+            self.errors.over(key)  # ``losses`` tells; a copy that comes back brings us here
+            return None
+        if not state.ready:
+            return self._turns.copies
+        blocker = self.waits.blocker(key)
+        return self._turns.changes if blocker is None or (not op.ready and self.waits.stuck(blocker)) else None
 
     async def _await_fence(self, name: str) -> None:
         """A node has gone: what it had begun is taken over when nothing of it can come late any more."""
         await trio.sleep(FENCE_S)
-        self._consider(*[key for key, op, _ in self.node.catalogue.view.ops() if op.begun and op.owner == name])
+        self._consider([key for key, op, _ in self.node.catalogue.view.ops() if op.begun and op.owner == name])
 
     async def run(self) -> None:
         """Carry out what can be carried out, until cancelled."""
@@ -167,18 +165,21 @@ class Drainer:
                 nursery.start_soon(self._await_fence, name)
             nursery.start_soon(self.ready.run)
             nursery.start_soon(self.stay_open.run)
+            nursery.start_soon(self._end_rests)
             while True:
-                await self._wake.wait()
+                await self._turns.some()
                 await self.node.foreground.pause()
-                self._wake = trio.Event()
-                for key in sorted(self._runnable, key=self.waits.order.seq):
-                    del self._runnable[key]
-                    state = self._states.get(key)
-                    if state is not None and not state.running:
-                        state.running = True
-                        nursery.start_soon(self._serve, key, state)
+                for key, state in self._turns.take():
+                    nursery.start_soon(self._serve, key, state)
 
-    async def _serve(self, key: bytes, state: _State) -> None:
+    def _is_away(self) -> bool:
+        return self.node.pfs is not None and self.node.pfs.state != "ok"
+
+    async def _end_rests(self) -> None:
+        while True:
+            self._consider(await self._turns.rested())
+
+    async def _serve(self, key: bytes, state: State) -> None:
         op = self.node.catalogue.view.op(key)
         try:
             if op is not None:
@@ -190,14 +191,13 @@ class Drainer:
             if op is None or now is None or (now.cancelled and not op.cancelled):
                 return  # removed meanwhile, with its bytes: no error
             await self.errors.failed(key, op, error, state.attempts)
-            await trio.sleep(state.attempts.delay_s)
+            self._turns.rest(key)
         finally:
-            state.running = False
-            if op is None or op.kind != OpKind.PUT or not self.files.busy(op.fid):
-                self._consider(key)
+            self._turns.move(state, None)
+            self._consider([key])
 
     # ---- operations
-    async def _carry_out(self, key: bytes, op: Op, state: _State) -> None:
+    async def _carry_out(self, key: bytes, op: Op, state: State) -> None:
         check_reach(self.node)
         if op.kind == OpKind.PUT:
             await self._put(key, op, state)
@@ -219,7 +219,7 @@ class Drainer:
         later = [o for _, o in self.waits.order.after(key, op.below) if o.path == op.path]
         return bool(later) and later[0].kind in makes
 
-    async def _put(self, key: bytes, op: Op, state: _State) -> None:
+    async def _put(self, key: bytes, op: Op, state: State) -> None:
         if self.puts.unneeded(key, op):
             if self._is_withheld(op):
                 await self._withhold(key, op, state)
@@ -228,7 +228,7 @@ class Drainer:
             return
         if self.files.busy(op.fid):
             return  # its last close brings it back: see ``released``
-        if not state.ready and self.puts.is_gone(op):
+        if not state.ready and self.puts.is_gone(key, op):
             await self.puts.tear(key, op)
             return
         if not state.ready:
@@ -245,6 +245,7 @@ class Drainer:
             await self._note_ready(key, ready=self.waits.stuck(blocker) or op.ready or self.puts.is_only_copy(op))
             return
         async with self._meta_slots:
+            self._turns.move(state, self._turns.changes)
             current, there = await self.owners.own(key, begin=False), self.node.catalogue.view.op(key)
             if current is not None and not self.puts.unneeded(key, current):
                 if not await self.ready.land(key, current):
@@ -260,7 +261,7 @@ class Drainer:
         current = inode is not None and inode.gen == op.gen and op.size > 0
         return current and self.ready.has_source(op) and not self.files.busy(op.fid)
 
-    async def _withhold(self, key: bytes, op: Op, state: _State) -> None:
+    async def _withhold(self, key: bytes, op: Op, state: State) -> None:
         """It lands under a hidden name, from where it comes back once it is whole (``claims``)."""
         if not state.ready:
             async with self._copy_slots.slot(self.waits.order.seq(key)):
@@ -295,9 +296,14 @@ class Drainer:
 
     def released(self, fid: int) -> None:
         """A writer has closed a file: what waited for that may go on."""
-        for key, op in self.node.catalogue.view.ops_of(fid):
-            if op.kind == OpKind.PUT:
-                self._consider(key)
+        if not self.files.busy(fid):
+            self._consider(self._in_use.pop(fid, ()))
+
+    def _forget_use(self, key: bytes, fid: int) -> None:
+        waiting = self._in_use.get(fid, {})
+        waiting.pop(key, None)
+        if not waiting:
+            self._in_use.pop(fid, None)
 
     # ---- fsync=pfs
     async def sync(self, vnode: Vnode) -> None:
@@ -336,7 +342,7 @@ class Drainer:
             if self.node.was_landed(inode):
                 return  # a withdrawn file, too, is there, under a hidden name
             puts = [(k, op) for k, op in view.ops_of(fid) if op.kind == OpKind.PUT and op.gen == inode.gen]
-            if any(op.ready or ((state := self._states.get(k)) is not None and state.ready) for k, op in puts):
+            if any(op.ready or self._turns.is_ready(k) for k, op in puts):
                 return
             await self.changed()
 
@@ -350,14 +356,19 @@ class Drainer:
         """Pending operations that this node is responsible for."""
         return [(key, op) for key, op, _ in self.node.catalogue.view.ops() if self.responsible(op)]
 
-    def in_progress(self) -> list[tuple[bytes, Op]]:
+    def in_progress(self) -> Iterator[tuple[bytes, Op]]:
         """Of these, what does not wait for a commit file that nobody has written yet, or for bytes that are lost."""
-        return [row for row in self.own_pending() if not self.waits.stuck(row[0]) or row[1].parked]
+        ops = self.node.catalogue.view.ops()
+        return ((k, op) for k, op, _ in ops if (not self.waits.stuck(k) or op.parked) and self.responsible(op))
+
+    def is_idle(self) -> bool:
+        """Whether nothing is in progress."""
+        return next(self.in_progress(), None) is None
 
     def held_up(self) -> int:
         """How many of these wait because the PFS does not answer."""
         away = bool(self.progress.held_up) or pfs_health(self.node).away
-        return len(self.in_progress()) if away else 0
+        return sum(1 for _ in self.in_progress()) if away else 0
 
     def pending_bytes(self) -> int:
         """Bytes of the job that are not on the PFS yet."""

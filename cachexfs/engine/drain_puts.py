@@ -10,7 +10,7 @@ import logging
 from collections.abc import Collection
 
 from cachexfs.core import claims
-from cachexfs.core.records import Op, OpKind
+from cachexfs.core.records import Op
 from cachexfs.core.routes import DIRECT
 from cachexfs.core.waits import Waits
 from cachexfs.engine.drain_files import DrainFiles
@@ -41,25 +41,25 @@ class Puts:
         inode = self.node.catalogue.view.inode(op.fid)
         return self.node.members(op.fid, op.gen or (inode.gen if inode is not None else 0))
 
-    def is_gone(self, op: Op) -> bool:
+    def is_gone(self, key: bytes, op: Op) -> bool:
         """Whether no node has the bytes of a file that was removed or written anew: they do not come back."""
         inode = self.node.catalogue.view.inode(op.fid)
         if inode is None:
             return not self.files.has_source(op) and all(name == self.node.name for name in self.owners.holders(op))
-        if self._next(op) is None or self.files.has_own(op):
+        if self.waits.order.next_put(key) is None or self.files.has_own(op):
             return False
         if not self.owners.has_part(op, inode) or self.files.overwritten(op):
             return True
         return all(name == self.node.name for name in self.owners.holders(op))
 
-    def _next(self, op: Op) -> bytes | None:
-        """The PUT of the next content of the same file."""
-        later = ((o.gen, k) for k, o in self.node.catalogue.view.ops_of(op.fid) if o.kind == OpKind.PUT)
-        return min((row for row in later if row[0] > op.gen), default=(0, None))[1]
-
     async def tear(self, key: bytes, op: Op) -> None:
         """A commit file was to land after bytes that are lost, and whose file is removed or has other bytes since."""
-        view, order, following, torn = self.node.catalogue.view, self.waits.order, self._next(op), list[bytes]()
+        view, order, following, torn = (
+            self.node.catalogue.view,
+            self.waits.order,
+            self.waits.order.next_put(key),
+            list[bytes](),
+        )
         for other, names in order.claimants(key, lambda fid: view.inode(fid) is not None):
             if following is not None and order.seq(other) > order.seq(following):
                 break  # it claims what is there then
@@ -86,5 +86,5 @@ class Puts:
 
     def _superseded(self, key: bytes, op: Op) -> bool:
         """A later content of the same file is pending and nothing in between waits for this one."""
-        later = [k for k, o in self.node.catalogue.view.ops_of(op.fid) if o.kind == OpKind.PUT and o.gen > op.gen]
-        return bool(later) and not self.waits.order.commit_between(op.path, key, later[0])
+        following = self.waits.order.next_put(key)
+        return following is not None and not self.waits.order.commit_between(op.path, key, following)

@@ -19,7 +19,7 @@ from cachexfs.core.boundary import Boundary
 from cachexfs.core.changes import NewAttrs
 from cachexfs.core.digest import Buffer
 from cachexfs.core.order import parent_of
-from cachexfs.core.records import Inode, OpKind
+from cachexfs.core.records import Inode, Op, OpKind
 from cachexfs.core.routes import PARTNER
 from cachexfs.engine.attributes import PREFIX
 from cachexfs.engine.names import Names
@@ -289,7 +289,9 @@ class Filesystem(Names):
         wanted = self._to_land_in(path)
         with trio.move_on_after(self.node.options.fsync_timeout_s), self.node.foreground.awaited():
             while wanted:
-                await self.parts.drainer.changed()
+                last = next(reversed(wanted))  # they land about in order: not all of them are looked at each time
+                while (op := self.parts.drainer.waits.order.op(last)) is not None and self._is_awaited(last, op):
+                    await self.parts.drainer.changed()
                 now = self._to_land_in(path)
                 left_out = {fid for key, fid in wanted.items() if key not in now and not self._has_landed(fid)}
                 wanted = {key: fid for key, fid in now.items() if key in wanted or fid in left_out}
@@ -298,13 +300,15 @@ class Filesystem(Names):
 
     def _to_land_in(self, path: bytes) -> dict[bytes, int]:
         """Pending changes of names in a directory, with the file that each is about."""
+        ops = self.parts.drainer.waits.order.at_or_below(path)
+        return {key: op.fid for key, op in ops if parent_of(op.path) == path and self._is_awaited(key, op)}
+
+    def _is_awaited(self, key: bytes, op: Op) -> bool:
+        """Whether an fsync of a directory waits for a pending change."""
+        if self.files.busy(op.fid):
+            return False  # that lands once its writer has closed it, as a created file does
         drainer = self.parts.drainer  # what is held for the next commit file is safe with its recovery record
-        return {
-            key: op.fid
-            for key, op in drainer.own_pending()
-            if parent_of(op.path) == path and op.kind != OpKind.DIRATTR and not drainer.waits.is_held(key)
-            if not self.files.busy(op.fid)  # that lands once its writer has closed it, as a created file does
-        }
+        return drainer.responsible(op) and not drainer.waits.is_held(key)
 
     def _has_landed(self, fid: int) -> bool:
         """Whether some content of a file is on the PFS, or it is gone; else a later one lands in its place."""

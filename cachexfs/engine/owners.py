@@ -81,6 +81,8 @@ class Owners:
     def responsible(self, op: Op) -> bool:
         """Whether this node carries the operation out: its owner, or the survivor that comes first."""
         node = self.node
+        if node.options.alone:
+            return True
         wanted = op.kind == OpKind.PUT and op.size and not op.ready and not op.cancelled
         holders = self.holders(op) if wanted else []
         if node.live(op.owner):

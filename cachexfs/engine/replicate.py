@@ -79,6 +79,12 @@ class Replicator:
     # ---- what is wanted
     def notice(self, changes: Applied) -> None:
         """Catalogue listener: contents that changed, nodes that came or went."""
+        if self.node.replica_count:
+            self._follow(changes)
+        self._changed.set()
+        self._changed = trio.Event()
+
+    def _follow(self, changes: Applied) -> None:
         self._note_past(changes)
         for key, old, new in changes:
             if isinstance(old, Inode) or isinstance(new, Inode):
@@ -91,8 +97,6 @@ class Replicator:
                 self._renew(new.fid)
             elif key.startswith(b"l/") or isinstance(new, Life):
                 self.review()
-        self._changed.set()
-        self._changed = trio.Event()
 
     def _note_past(self, changes: Applied) -> None:
         """Files that the PFS has were removed or replaced: what takes such a name is based on that file.

@@ -333,7 +333,7 @@ class Cluster:
             if client.world.loss is not None:  # its node was lost after its last step
                 await client.settle()
         ops = self.log.state.ops
-        await self._rest(lives, lambda: any(life.parts.drainer.in_progress() for life in lives))
+        await self._rest(lives, lambda: not all(life.parts.drainer.is_idle() for life in lives))
         for client in clients:  # members that were overwritten alone stay hidden until somebody saves again
             await client.save_again({op.path for _, op, _ in ops() if op.kind == OpKind.WITHDRAW})
         await self._rest(lives, lambda: self.log.state.op_count > 0)

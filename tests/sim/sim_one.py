@@ -214,7 +214,7 @@ class Run:
         self.calm()
         life = await self.life()
         drainer = life.parts.drainer
-        await self._rest(lambda: bool(drainer.in_progress() or life.pfs.busy()))
+        await self._rest(lambda: not drainer.is_idle() or life.pfs.busy())
         for client in clients:  # members that were overwritten alone stay hidden until somebody saves again
             await client.save_again({op.path for _, op in drainer.own_pending() if op.kind == OpKind.WITHDRAW})
         await self._rest(lambda: bool(drainer.own_pending() or life.pfs.busy()))

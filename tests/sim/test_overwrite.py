@@ -51,7 +51,7 @@ async def test_overwritten_members_stay_hidden_until_a_commit_file_comes(scene: 
     assert await scene.stage(b"s/m") == "returned"
     drainer = scene.life.parts.drainer
     assert [op.path for _, op in drainer.own_pending() if op.kind == "put"] == [b"s/m"]
-    assert drainer.in_progress() == []
+    assert drainer.is_idle()
     assert all("new commit file" in drainer.reason(key) for key, op in drainer.own_pending() if op.kind == "put")
     await _save(scene, NEW, 2)
     await scene.drained()
