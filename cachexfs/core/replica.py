@@ -115,24 +115,28 @@ class Replica:
     def inode(self, fid: int) -> Inode | None:
         """Attributes of a file id."""
         found = self._entries.get(inode_key(fid))
-        return found.record if found and isinstance(found.record, Inode) else None
+        return record if found and isinstance(record := found.record, Inode) else None
+
+    def has_inode(self, fid: int) -> bool:
+        """Whether a file id is known."""
+        return inode_key(fid) in self._entries
 
     def generation(self, fid: int) -> Generation | None:
         """Published content of a file id."""
         found = self._entries.get(generation_key(fid))
-        return found.record if found and isinstance(found.record, Generation) else None
+        return record if found and isinstance(record := found.record, Generation) else None
 
     def published_at(self, fid: int) -> int:
         """Revision at which the current generation was published, 0 without one."""
         found = self._entries.get(generation_key(fid))
         if found is None:
             return 0
-        return (found.record.published if isinstance(found.record, Generation) else 0) or found.modified
+        return (record.published if isinstance(record := found.record, Generation) else 0) or found.modified
 
     def dir_times(self, fid: int) -> DirTimes | None:
         """Times of a directory."""
         found = self._entries.get(times_key(fid))
-        return found.record if found and isinstance(found.record, DirTimes) else None
+        return record if found and isinstance(record := found.record, DirTimes) else None
 
     def lookup(self, parent: int, name: bytes) -> Dirent | None:
         """The entry ``name`` of directory ``parent``."""
@@ -154,13 +158,14 @@ class Replica:
     def ops(self) -> Iterator[tuple[bytes, Op, int]]:
         """Pending PFS operations in visibility order: (key, operation, creation revision)."""
         for key, entry in self._ops.items():
-            assert isinstance(entry.record, Op)
-            yield key, entry.record, entry.created
+            op = entry.record
+            assert isinstance(op, Op)
+            yield key, op, entry.created
 
     def op(self, key: bytes) -> Op | None:
         """One pending operation."""
         found = self._ops.get(key)
-        return found.record if found and isinstance(found.record, Op) else None
+        return record if found and isinstance(record := found.record, Op) else None
 
     def ops_of(self, fid: int) -> list[tuple[bytes, Op]]:
         """Pending operations of one file id, oldest first."""
@@ -251,7 +256,7 @@ class Replica:
     def job(self) -> Job | None:
         """What the nodes agree on; None before the first node wrote it."""
         found = self._entries.get(JOB_KEY)
-        return found.record if found and isinstance(found.record, Job) else None
+        return record if found and isinstance(record := found.record, Job) else None
 
     # ---- changing
     def apply(self, revision: int, changes: Iterable[Change]) -> Applied:

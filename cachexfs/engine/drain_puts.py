@@ -31,10 +31,12 @@ class Puts:
 
     def lost(self, op: Op) -> bool:
         """Whether nobody has the bytes of a PUT any more."""
-        inode = self.node.catalogue.view.inode(op.fid)
-        if inode is None or not op.size or op.cancelled or (op.gen != inode.gen and self.node.live(op.owner)):
+        if not op.size or op.cancelled:
             return False
-        return not self.node.holders(inode)
+        inode = self.node.catalogue.view.inode(op.fid)
+        if inode is None or (op.gen != inode.gen and self.node.live(op.owner)):
+            return False
+        return not any(map(self.node.valid, inode.copies))
 
     def members(self, op: Op) -> Collection[bytes] | None:
         """What the commit file that an operation lands lists."""
@@ -54,13 +56,9 @@ class Puts:
 
     async def tear(self, key: bytes, op: Op) -> None:
         """A commit file was to land after bytes that are lost, and whose file is removed or has other bytes since."""
-        view, order, following, torn = (
-            self.node.catalogue.view,
-            self.waits.order,
-            self.waits.order.next_put(key),
-            list[bytes](),
-        )
-        for other, names in order.claimants(key, lambda fid: view.inode(fid) is not None):
+        view, order, torn = self.node.catalogue.view, self.waits.order, list[bytes]()
+        following = order.next_put(key)
+        for other, names in order.claimants(key, view.has_inode):
             if following is not None and order.seq(other) > order.seq(following):
                 break  # it claims what is there then
             commit = view.op(other)
@@ -80,9 +78,11 @@ class Puts:
     def unneeded(self, key: bytes, op: Op) -> bool:
         """Whether a PUT need not land: removed since (and no commit file wants it all the same), or superseded."""
         view = self.node.catalogue.view
-        if view.inode(op.fid) is not None:
-            return op.cancelled or self._superseded(key, op)
-        return op.cancelled or not self.waits.order.claimed_after(key, lambda fid: view.inode(fid) is not None)
+        if op.cancelled:
+            return True
+        if view.has_inode(op.fid):
+            return self._superseded(key, op)
+        return not self.waits.order.claimed_after(key, view.has_inode)
 
     def _superseded(self, key: bytes, op: Op) -> bool:
         """A later content of the same file is pending and nothing in between waits for this one."""

@@ -104,11 +104,13 @@ def test_an_operation_costs_the_same_however_much_is_pending(
                 await operation(number)
                 await trio.sleep(0.1)
                 number += 1
-            with counted() as calls:
-                for _ in range(SAMPLE):
+            samples = []
+            for _ in range(SAMPLE):
+                with counted() as calls:
                     await operation(number)
-                    number += 1
-            costs.append(calls[0])
+                number += 1
+                samples.append(calls[0])
+            costs.append(min(samples))  # of those beside which least else ran
         assert costs[1] < GROWTH_MAX * costs[0]
 
     grow()
