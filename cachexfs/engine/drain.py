@@ -169,8 +169,13 @@ class Drainer:
             while True:
                 await self._turns.some()
                 await self.node.foreground.pause()
-                for key, state in self._turns.take():
-                    nursery.start_soon(self._serve, key, state)
+                left = len(self._turns)  # what waits now waits for no other pause
+                while left > 0:
+                    await self._turns.some()
+                    begun = list(self._turns.take())
+                    left = min(left - len(begun), len(self._turns))
+                    for key, state in begun:
+                        nursery.start_soon(self._serve, key, state)
 
     def _is_away(self) -> bool:
         return self.node.pfs is not None and self.node.pfs.state != "ok"

@@ -84,6 +84,9 @@ class Lane:
         self._heap: list[Seq] = []
         self._waiting: set[bytes] = set()
 
+    def __len__(self) -> int:
+        return len(self._waiting)
+
     @property
     def is_free(self) -> bool:
         """Whether something waits, and may begin."""
@@ -119,6 +122,10 @@ class Turns:
         self._rests: list[tuple[float, bytes]] = []  # heap of (until, by trio's clock; key)
         self._is_away, self._tried_s = is_away, float("-inf")
         self._wake, self._sooner = trio.Event(), trio.Event()
+
+    def __len__(self) -> int:
+        """How many wait."""
+        return sum(map(len, self._lanes))
 
     def state(self, key: bytes, *, ready: bool) -> State:
         """What is known of an operation; ``ready``: of a new one."""
