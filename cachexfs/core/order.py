@@ -223,6 +223,12 @@ class PendingOrder:
         for seq in queue.between(self._ops[key][0]) if queue is not None else ():
             yield seq, self._ops[seq[1]][1]
 
+    def next_at(self, key: bytes) -> Op | None:
+        """The next operation after ``key`` on the very same path."""
+        seq, op = self._ops[key]
+        later = (self._ops[other][1] for _, other in self._at[op.path].between(seq))
+        return next((found for found in later if found.path == op.path), None)
+
     def at_or_below(self, path: bytes) -> Iterator[tuple[bytes, Op]]:
         """Operations on a path and on what lies below it, in order."""
         found = {seq for queue in self._queues((self._at, path), (self._under, path)) for seq in queue.between(None)}

@@ -221,8 +221,8 @@ class Drainer:
         if op.kind not in (OpKind.RMDIR, OpKind.UNLINK):
             return False
         makes = (OpKind.MKDIR,) if op.kind == OpKind.RMDIR else (OpKind.PUT, OpKind.SYMLINK)
-        later = [o for _, o in self.waits.order.after(key, op.below) if o.path == op.path]
-        return bool(later) and later[0].kind in makes
+        later = self.waits.order.next_at(key)
+        return later is not None and later.kind in makes
 
     async def _put(self, key: bytes, op: Op, state: State) -> None:
         if self.puts.unneeded(key, op):

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import logging
 import os
-from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -20,17 +19,16 @@ import trio
 
 from cachexfs.core import manifest as manifests
 from cachexfs.core import publication
-from cachexfs.core import records as rec
-from cachexfs.core.commitfiles import POINTER_BYTES_MAX, is_commit_name, is_pointer_name, pointer_target
 from cachexfs.core.digest import BLOCK_BYTES, block_digest
-from cachexfs.core.manifest import MEMBERS_MAX, Base, Manifest, Member
-from cachexfs.core.records import ROOT_FID, Copy, Dirent, Generation, Inode, Life
+from cachexfs.core.manifest import Manifest
+from cachexfs.core.records import Copy, Dirent, Generation, Inode, Life
 from cachexfs.core.replica import Applied
 from cachexfs.core.routes import DIRECT
 from cachexfs.engine.content import Reader
 from cachexfs.engine.files import Files
 from cachexfs.engine.interfaces import Synced
 from cachexfs.engine.node import Node
+from cachexfs.engine.replica_manifests import Manifests
 from cachexfs.engine.route import Router
 from cachexfs.engine.vnode import Vnode
 from cachexfs.errors import CacheXError, NotDurableError
@@ -42,7 +40,6 @@ TASKS_MAX = 64
 AHEAD_BYTES_MIN = 8 << 20
 RETRY_FIRST_S, RETRY_MAX_S = 0.25, 10.0
 COMMIT_DEADLINE_S = 120.0
-PAST_MAX = 10_000
 RENEW_AGAIN_S = 0.5
 
 
@@ -62,9 +59,9 @@ class Replicator:
         self.node = node
         self.files = files
         self.reader = reader
+        self.manifests = Manifests(node, reader)
         self._sent: dict[tuple[str, str], _Sent] = {}
         self._wanted: dict[int, None] = {}
-        self._past: OrderedDict[bytes, Base] = OrderedDict()  # path -> the PFS's file under it that lost its name here
         self._renewed: dict[int, None] = {}  # files whose partners' manifests may say what is past
         self._busy: set[int] = set()
         self._retry_s: dict[int, float] = {}
@@ -85,7 +82,7 @@ class Replicator:
         self._changed = trio.Event()
 
     def _follow(self, changes: Applied) -> None:
-        self._note_past(changes)
+        self.manifests.note_past(changes)
         for key, old, new in changes:
             if isinstance(old, Inode) or isinstance(new, Inode):
                 self.router.note(int(key[2:], 16), new if isinstance(new, Inode) else None)
@@ -97,25 +94,6 @@ class Replicator:
                 self._renew(new.fid)
             elif key.startswith(b"l/") or isinstance(new, Life):
                 self.review()
-
-    def _note_past(self, changes: Applied) -> None:
-        """Files that the PFS has were removed or replaced: what takes such a name is based on that file.
-
-        Not those that were moved: there the PFS may have their only bytes.
-        """
-        view = self.node.catalogue.view
-        gone = {key: old for key, old, _ in changes if isinstance(old, Inode)}
-        for key, old, _ in changes:
-            if not isinstance(old, Dirent) or view.names_of(old.fid):
-                continue
-            inode = gone.get(rec.inode_key(old.fid)) or view.inode(old.fid)
-            parent, name = rec.split_dirent_key(key)
-            above = self.reader.path(parent)
-            if isinstance(inode, Inode) and inode.pfs is not None and above is not None:
-                path = above + b"/" + name if above else name
-                self._past[path] = Base(inode.pfs.ino, inode.pfs.size, inode.pfs.mtime_ns)
-                while len(self._past) > PAST_MAX:
-                    self._past.popitem(last=False)
 
     def review(self) -> None:
         """Look at every file again (a node died or joined)."""
@@ -206,7 +184,7 @@ class Replicator:
                     with trio.fail_after(COMMIT_DEADLINE_S):
                         held = manifests.decode(await self.node.peers.manifest(name, content.stage))
                         digests = held.digest, held.tree, [held.blocks]
-                        manifest = self._manifest(fid, inode, content.stage, content.size, digests, content)
+                        manifest = self.manifests.make(fid, inode, content.stage, content.size, digests, content)
                         # What the commit file stood for does not change with what lies beside it later.
                         members = held.members or manifest.members
                         manifest = msgspec.structs.replace(manifest, origin=held.origin, members=members)
@@ -265,7 +243,7 @@ class Replicator:
                 if digests[1] != content.tree:
                     await self._lost_here(fid, content)
                     return
-                manifest = self._manifest(fid, inode, content.stage, content.size, digests, content)
+                manifest = self.manifests.make(fid, inode, content.stage, content.size, digests, content)
                 store = await self._send(name, fd, manifest, digests[2])
             finally:
                 os.close(fd)
@@ -303,7 +281,7 @@ class Replicator:
         fd = os.dup(vnode.fd)
         try:
             for name in partners:
-                manifest = self._manifest(vnode.fid, inode, stage, size, digests, None)
+                manifest = self.manifests.make(vnode.fid, inode, stage, size, digests, None)
                 store = await self._send(name, fd, manifest, digests[2])
                 copies.append(Copy(name, store, "nvme", self.node.clock.now_s()))
         finally:
@@ -316,66 +294,6 @@ class Replicator:
                 tx, ctx, fid, base_gen, stage, size, digests[0], digests[1], tuple(copies)
             )
         )
-
-    def _manifest(
-        self, fid: int, inode: Inode, stage: str, size: int,
-        digests: tuple[bytes, bytes, list[bytes]], content: Generation | None,
-    ) -> Manifest:  # fmt: skip
-        path = self.reader.path(fid) or b""
-        base = self._past.get(path)
-        # A hidden (withdrawn) one, too: where it is not under the path, nothing is.
-        if inode.pfs is not None and inode.pfs.gen != (content.gen if content else -1):
-            base = Base(inode.pfs.ino, inode.pfs.size, inode.pfs.mtime_ns)
-        return Manifest(
-            fid=fid, path=path, stage=stage, size=size, digest=digests[0], tree=digests[1],
-            blocks=b"".join(digests[2]), mode=inode.mode, uid=inode.uid, gid=inode.gid, mtime_ns=inode.mtime_ns,
-            atime_ns=inode.atime_ns, gen=content.gen if content else inode.gen + 1, origin=self.node.name,
-            revision=self.node.catalogue.view.published_at(fid) if content else 0, published=content is not None,
-            base=base, members=self._members(fid, path, content) if content else (),
-        )  # fmt: skip
-
-    def _members(self, fid: int, path: bytes, content: Generation) -> tuple[Member, ...]:
-        """What a commit file stands for: the very contents beside and below it, of a pointer those below its target,
-        that are not newer than itself."""
-        name = path.rpartition(b"/")[2]
-        view, names = self.node.catalogue.view, self.node.catalogue.view.names_of(fid)
-        if not is_commit_name(name) or not names:
-            return ()
-        start, top = b"", names[0][0]
-        if is_pointer_name(name):
-            goal = self._target(name, content)
-            for part in goal.split(b"/"):
-                entry = view.lookup(top, part)
-                if entry is None or entry.kind != "d":
-                    return ()
-                top = entry.fid
-            start = goal + b"/"
-        elif top == ROOT_FID:
-            return ()  # all checkpoints of the mount are below it
-        found: list[Member] = []
-        stack, published = [(start, top)], view.published_at(fid)
-        while stack:
-            prefix, directory = stack.pop()
-            for child, entry in view.children(directory).items():
-                member = view.generation(entry.fid)
-                if entry.kind == "d":
-                    stack.append((prefix + child + b"/", entry.fid))
-                elif member is not None and entry.fid != fid and view.published_at(entry.fid) < published:
-                    found.append(Member(prefix + child, member.size, member.digest))
-            if len(found) + len(stack) > MEMBERS_MAX:
-                return ()
-        return tuple(sorted(found, key=lambda member: member.name))
-
-    def _target(self, name: bytes, content: Generation) -> bytes:
-        """What a pointer file names, read from this node's copy; b"" when it has none or names nothing."""
-        path = self.node.local_path(content.stage, content.size)
-        if path is None or content.size > POINTER_BYTES_MAX:
-            return b""
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            return pointer_target(name, os.pread(fd, content.size, 0)) or b""
-        finally:
-            os.close(fd)
 
     async def _send(self, name: str, fd: int, manifest: Manifest, digests: Sequence[bytes]) -> str:
         """Send the blocks that the partner lacks, then make the copy durable; returns the partner's store."""
