@@ -31,7 +31,7 @@ import trio
 from cachexfs.adapters.pfs_pool import PfsPool
 from cachexfs.demo.cluster import LocalCluster
 from cachexfs.demo.control import xattr
-from cachexfs.engine.interfaces import PfsAttrs
+from cachexfs.engine.pfs_interface import PfsAttrs
 
 ATTRS = PfsAttrs(0o644, None, None, 0, 0)
 STALL_S = 120.0

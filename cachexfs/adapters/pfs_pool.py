@@ -1,6 +1,6 @@
 """The shared filesystem behind child processes that may hang for ever without hurting the daemon.
 
-Role: the real ``Pfs`` of ``cachexfs.engine.interfaces``. The daemon runs ``PfsPool.serve`` in its nursery, the engine
+Role: the real ``Pfs`` of ``engine.pfs_interface``. The daemon runs ``PfsPool.serve`` in its nursery, the engine
 calls the rest; docs/pfs.md tells an administrator the same. Concurrency: all in the trio thread; see ``pfs_calls``
 for children and deadlines, ``pfs_ops`` for what a child does and what a late one may do. Two lanes: ``data``
 (prepare) and ``meta`` (all else), so that a small call does not wait behind a big copy.
@@ -25,7 +25,7 @@ from cachexfs.adapters.pfs_dir import PfsIdentity
 from cachexfs.adapters.pfs_ops import NOT_PREPARED, RECORD_BYTES_MAX, RECORD_SUFFIX
 from cachexfs.adapters.pfs_reads import READ_BYTES_MAX
 from cachexfs.core.landed import Landed
-from cachexfs.engine.interfaces import PfsAttrs, PfsStat, Xattrs
+from cachexfs.engine.pfs_interface import PfsAttrs, PfsStat, Xattrs
 
 log = logging.getLogger(__name__)
 

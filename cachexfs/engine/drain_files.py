@@ -23,8 +23,8 @@ from cachexfs.core.records import Generation, Inode, Op, OpKind, PfsCopy
 from cachexfs.core.replica import Applied
 from cachexfs.core.transaction import Tx
 from cachexfs.engine.drain_errors import RETRY_FIRST_S, RETRY_MAX_S, Progress
-from cachexfs.engine.interfaces import Pfs, PfsAttrs, PfsStat
 from cachexfs.engine.node import Node
+from cachexfs.engine.pfs_interface import Pfs, PfsAttrs, PfsStat
 from cachexfs.engine.recover import check_stage
 from cachexfs.errors import CacheXError, FsError
 

@@ -22,9 +22,9 @@ from cachexfs.core.transaction import Tx
 from cachexfs.engine.content import Reader
 from cachexfs.engine.drain_errors import Progress
 from cachexfs.engine.drain_files import STALL_S
-from cachexfs.engine.interfaces import Pfs, PfsAttrs, PfsStat
 from cachexfs.engine.node import Node
 from cachexfs.engine.owners import check_reach
+from cachexfs.engine.pfs_interface import Pfs, PfsAttrs, PfsStat
 
 HELD = b".cachexfs/held/"
 

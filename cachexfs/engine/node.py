@@ -22,7 +22,8 @@ from cachexfs.core.changes import Ctx
 from cachexfs.core.records import FID_STEP, ROOT_FID, Copy, DirTimes, Inode
 from cachexfs.core.routes import DIRECT, PARTNER
 from cachexfs.engine.foreground import Foreground
-from cachexfs.engine.interfaces import Catalogue, Clock, Peers, Pfs, PfsAttrs, ReplicaHolder, StagingArea
+from cachexfs.engine.interfaces import Catalogue, Clock, Peers, ReplicaHolder, StagingArea
+from cachexfs.engine.pfs_interface import Pfs, PfsAttrs
 from cachexfs.engine.requests import Requests
 
 log = logging.getLogger(__name__)

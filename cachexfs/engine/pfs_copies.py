@@ -19,8 +19,8 @@ import trio
 from cachexfs.core import publication
 from cachexfs.core.landed import Landed
 from cachexfs.core.records import Inode, PfsCopy
-from cachexfs.engine.interfaces import PfsStat
 from cachexfs.engine.node import Node
+from cachexfs.engine.pfs_interface import PfsStat
 from cachexfs.errors import CacheXError
 
 log = logging.getLogger(__name__)

@@ -19,8 +19,8 @@ from cachexfs.core import records as rec
 from cachexfs.core.records import Dirent, DirTimes, Generation, Inode, PfsCopy
 from cachexfs.core.transaction import Tx
 from cachexfs.engine.content import Reader
-from cachexfs.engine.interfaces import PfsStat
 from cachexfs.engine.node import Node
+from cachexfs.engine.pfs_interface import PfsStat
 from cachexfs.errors import FsError, quoted
 
 log = logging.getLogger(__name__)

@@ -26,9 +26,9 @@ from cachexfs.core.transaction import Tx
 from cachexfs.engine.content import Reader
 from cachexfs.engine.drain import Drainer
 from cachexfs.engine.files import Files
-from cachexfs.engine.interfaces import PfsStat
 from cachexfs.engine.node import Node
 from cachexfs.engine.pfs_import import BATCH_NAMES, Importer, NotThereError, Row, enter
+from cachexfs.engine.pfs_interface import PfsStat
 from cachexfs.errors import FsError
 
 

@@ -15,7 +15,7 @@ import trio
 
 from cachexfs.adapters.pfs_dir import TMP_SHARDS
 from cachexfs.adapters.pfs_pool import PfsPool
-from cachexfs.engine.interfaces import PfsAttrs
+from cachexfs.engine.pfs_interface import PfsAttrs
 
 ATTRS = PfsAttrs(mode=0o640, uid=None, gid=None, atime_ns=1_600_000_000_123_456_789, mtime_ns=1_700_000_000_987_654_321)
 LONG_S = 100.0

@@ -17,7 +17,7 @@ from pfs_support import ATTRS, LONG_S, FaultMount, running, tmp_file, tmp_names
 from cachexfs.adapters import pfs_copy
 from cachexfs.adapters.pfs_pool import NotPreparedError, PfsPool
 from cachexfs.core.landed import CHANGED, Landed
-from cachexfs.engine.interfaces import PfsAttrs, PfsStat
+from cachexfs.engine.pfs_interface import PfsAttrs, PfsStat
 
 NAMES = [b"plain", b"with\nnewline", b"\xff\xfe not utf-8", b"x" * 255, "ü".encode(), b"-rf *", b".hidden", b"a~b.rec"]
 

@@ -20,7 +20,7 @@ from cachexfs.adapters.pfs_pool import PfsPool
 DAEMON = """
 import sys, trio
 from cachexfs.adapters.pfs_pool import PfsPool
-from cachexfs.engine.interfaces import PfsAttrs
+from cachexfs.engine.pfs_interface import PfsAttrs
 
 async def main():
     pool = PfsPool(sys.argv[1])

@@ -19,7 +19,7 @@ import xxhash
 from sim_store import Ino, Store, fail
 
 from cachexfs.core.landed import CHANGED, Landed
-from cachexfs.engine.interfaces import PfsAttrs, PfsStat, Xattrs
+from cachexfs.engine.pfs_interface import PfsAttrs, PfsStat, Xattrs
 
 HELD = b".cachexfs/held/"
 

@@ -13,7 +13,7 @@ import random
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from cachexfs.engine.interfaces import PfsAttrs, PfsStat
+from cachexfs.engine.pfs_interface import PfsAttrs, PfsStat
 
 ROOT = 1
 

@@ -15,7 +15,7 @@ from sim_check import commit_file
 from test_found import FILE, Scene, scene
 
 from cachexfs.core.records import ROOT_FID
-from cachexfs.engine.interfaces import PfsStat
+from cachexfs.engine.pfs_interface import PfsStat
 from cachexfs.engine.turns import RETRIES_PER_S, Turns
 
 FEW, MANY = 30, 240

@@ -10,7 +10,7 @@ from test_found import Scene, scene
 
 from cachexfs.core.boundary import Boundary
 from cachexfs.core.records import Inode
-from cachexfs.engine.interfaces import PfsAttrs
+from cachexfs.engine.pfs_interface import PfsAttrs
 from cachexfs.engine.refresh import Refreshed, Refresher
 from cachexfs.errors import FsError
 

@@ -13,7 +13,7 @@ from sim_store import Ino
 from test_found import Scene, scene
 
 from cachexfs.core.records import ROOT_FID
-from cachexfs.engine.interfaces import PfsAttrs
+from cachexfs.engine.pfs_interface import PfsAttrs
 from cachexfs.errors import FsError
 
 MEMBERS = {b"m": b"one", b"n": b"two"}

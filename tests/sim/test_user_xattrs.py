@@ -8,7 +8,7 @@ import trio
 from test_found import Scene, scene
 from test_refresh import THEIRS, _put, _refresh
 
-from cachexfs.engine.interfaces import Xattrs
+from cachexfs.engine.pfs_interface import Xattrs
 
 TAG = b"user.tag"
 
