@@ -65,3 +65,8 @@ def mount_command(owner: Owner) -> str:
     """The command that mounts it again with the same options, for a shell."""
     words = ["-o", ",".join(owner.words)] if owner.words else []
     return shlex.join(["cachexfs", "mount", owner.pfs, owner.mountpoint, *words])
+
+
+def quoted(command: str) -> str:
+    """A command within a sentence; one with quotes of its own gets the other kind."""
+    return f"'{command}'" if "'" not in command else f'"{command}"'

@@ -76,9 +76,9 @@ def _bare(directory: str, below: int | None) -> Latest:
 
 
 def _was_mounted(directory: str) -> str:
-    """The mount point, of a mount made since the machine was started, that a directory lies in; "" for none.
+    """The mount point of an earlier mount that a directory lies in; "" for none.
 
-    An empty mount point is no evidence that there is no checkpoint.
+    An empty mount point is no evidence that there is no checkpoint. The options of a mount outlive it.
     """
     for place in mounts.runtime_dirs():
         for path in glob.glob(os.path.join(glob.escape(place), "*.options")):

@@ -93,9 +93,9 @@ class Adoption:
     def check(self) -> None:
         """Refuse another directory than the staged data is for; warn when nothing can land there now.
 
-        Raises ``UsageError``. A PFS that cannot be asked does not prevent the adoption.
+        Raises ``UsageError``. A PFS that cannot be asked does not prevent the adoption; ``offline`` does not ask it.
         """
-        if self._is_checked or not tmpfs.is_in_use(self._options):
+        if self._is_checked or self._options.offline or not tmpfs.is_in_use(self._options):
             return
         self._is_checked = True
         pfs, directory = self._options.pfs, tmpfs.staging_directory(self._options)
@@ -108,7 +108,7 @@ class Adoption:
             look = Look(error.errno or errno.EIO, is_known=True)
         if self._is_other(look, _token_in(directory), owner):
             was = f"'{owner.pfs}'" if owner else f"the PFS directory whose .cachexfs/id is {_token_in(directory)}"
-            again = f"'{staged.mount_command(owner)}'" if owner else "mount that one again"
+            again = staged.quoted(staged.mount_command(owner)) if owner else "mount that one again"
             raise UsageError(
                 f"'{pfs}' is not the PFS directory of the last mount here: {directory} has staged data for {was}. Go "
                 f"on with that ({again}) and 'cachexfs umount {self._options.mountpoint}' before another directory is "

@@ -205,7 +205,7 @@ def _no_answer(mountpoint: str, error: CacheXError, waits: waiting.Waiting | Non
         return Report(mountpoint, None, {}, str(error))
     left = waiting.look(waits)
     held = f"{left.amount} staged in {waits.directory} is not on {waits.owner.pfs}"
-    return Report(mountpoint, None, {}, f"the daemon of {mountpoint} is dead; {held}: {left.ways_on}")
+    return Report(mountpoint, None, {}, f"the daemon of {mountpoint} is dead; {held}: {left.sentence}")
 
 
 def _left(waits: waiting.Waiting) -> Report:
@@ -269,10 +269,11 @@ def _left_lines(left: waiting.Left) -> list[str]:
         f"  staged    {format_size(left.staged_bytes)} in {shown(left.waits.directory)}; {left.amount} not on the PFS",
     ]
     if left.is_data:
-        waits = f"staged data waits for the PFS directory {owner.pfs}, and nothing copies it now: {left.ways_on}"
-        return [*lines, _red("error: " + shown(waits))]
-    give_back = f"'cachexfs umount {owner.mountpoint}' after it gives the memory back"
-    return [*lines, f"  to do     {shown(left.ways_on)}; {shown(give_back)}"]
+        waits = f"staged data waits for the PFS directory {owner.pfs}, and nothing copies it now"
+        lines.append(_red("error: " + shown(waits)))
+    else:
+        lines.append("  the memory is given back by a mount that goes on, and its umount")
+    return lines + [f"  {shown(when)}:  {shown(command)}" for when, command in left.ways_on]
 
 
 def _mount_lines(status: Status) -> list[str]:

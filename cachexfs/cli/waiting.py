@@ -10,6 +10,7 @@ from __future__ import annotations
 import glob
 import os
 import shlex
+from contextlib import suppress
 from dataclasses import dataclass
 
 from cachexfs import staged
@@ -34,7 +35,7 @@ class Waiting:
 
 @dataclass(frozen=True, slots=True)
 class Left:
-    """How much waits in one: ``pending`` is None when only other nodes could tell, or nobody."""
+    """How much waits in one: ``pending`` is None when only other nodes, or its user, could tell."""
 
     waits: Waiting
     staged_bytes: int
@@ -49,20 +50,26 @@ class Left:
     def amount(self) -> str:
         """``3.0 MiB in 2 changes``, or how much there may be at most."""
         if self.pending is None:
-            return f"up to {format_size(self.staged_bytes)}"
+            return f"up to {format_size(self.staged_bytes)}" if self.staged_bytes else "at most changes of names"
         count = self.pending.changes
         return f"{format_size(self.pending.size)} in {count} change{'' if count == 1 else 's'}" if count else "nothing"
 
     @property
-    def ways_on(self) -> str:
-        """The commands that bring it to the PFS."""
+    def ways_on(self) -> list[tuple[str, str]]:
+        """(when, command) of each command that brings it to the PFS."""
         owner = self.waits.owner
         of_root = any(word.startswith("user=") for word in owner.words) and os.geteuid() != 0
-        ways = f"{'as root, ' if of_root else ''}'{staged.mount_command(owner)}' goes on with it"
+        ways = [("go on, as root" if of_root else "go on", staged.mount_command(owner))]
         if owner.nvme_directory is not None:
-            job, pfs = shlex.quote(os.path.dirname(owner.nvme_directory)), shlex.quote(owner.pfs)
-            ways += f"; if the job has ended on all nodes, 'cachexfs recover {job} --to {pfs}' on each of them"
+            command = ["cachexfs", "recover", os.path.dirname(owner.nvme_directory), "--to", owner.pfs]
+            when = f"if the job has ended: on each of its nodes (then remove {self.waits.directory})"
+            ways.append((when, shlex.join(command)))
         return ways
+
+    @property
+    def sentence(self) -> str:
+        """``ways_on`` in one line."""
+        return "; ".join(f"{when}: {staged.quoted(command)}" for when, command in self.ways_on)
 
     def as_json(self) -> dict[str, object]:
         """As ``status --json`` has it."""
@@ -76,12 +83,12 @@ class Left:
 
 
 def look(waits: Waiting) -> Left:
-    """How much is in it."""
+    """How much is in it. The catalogue of another user, who could have put anything there, is not read (by root)."""
     places = [os.path.join(waits.directory, "files"), waits.owner.spill_directory]
-    try:
-        pending = recovery_child.ask(Request(None, None, pending=waits.directory)).pending
-    except CacheXError:
-        pending = None
+    pending = None
+    with suppress(CacheXError, OSError):
+        if os.stat(waits.directory).st_uid == os.geteuid():
+            pending = recovery_child.ask(Request(None, None, pending=waits.directory)).pending
     return Left(waits, sum(_bytes_below(place) for place in places if place is not None), pending)
 
 

@@ -111,6 +111,12 @@ def test_a_directory_that_takes_no_writes_is_adopted_with_a_warning(
     assert (said.count("\n"), f"takes no writes ({os.strerror(code)})" in said) == (1, True)
 
 
+def test_a_mount_without_the_pfs_does_not_ask_it(left: Left, tmp_path: Path, run: Run) -> None:
+    words = f"offline,staging={left.staging}"
+    ran = run("mount", "--check", tmp_path / "none", left.mountpoint, "-o", words)
+    assert (ran.code, ran.err) == (0, "")
+
+
 def test_the_probe_of_a_directory_leaves_nothing(left: Left, capfd: pytest.CaptureFixture[str]) -> None:
     pfs_check.Adoption(left.options, change=True).check()
     assert capfd.readouterr().err == ""

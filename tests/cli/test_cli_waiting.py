@@ -2,6 +2,7 @@
 
 import fcntl
 import json
+import os
 from pathlib import Path
 
 import msgspec
@@ -56,6 +57,34 @@ def test_what_only_other_nodes_could_tell_may_be_all_that_is_staged(staging: Pat
     ran = run("status")
     assert ran.code == 3
     assert "up to 5.0 MiB not on the PFS" in ran.out
+    (staging / "files" / "1").unlink()
+    assert "at most changes of names not on the PFS" in run("status").out
+
+
+def test_what_is_all_on_the_pfs_is_no_error_and_takes_memory(staging: Path, run: Run) -> None:
+    (staging / journal_file.JOURNAL_NAME).write_bytes(journal.header())
+    ran = run("status")
+    assert (ran.code, "error" in ran.out, "the memory is given back" in ran.out) == (0, False, True)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root sees what others left")
+def test_root_reads_no_catalogue_of_another_user(staging: Path, runtime: Path, run: Run) -> None:
+    (staging / journal_file.JOURNAL_NAME).unlink()
+    os.mkfifo(staging / journal_file.JOURNAL_NAME)  # opening it would wait for ever
+    for path in (staging, runtime):
+        os.chown(path, 12345, 12345)
+    assert "up to 5.0 MiB not on the PFS" in run("status").out
+
+
+def test_several_nodes_have_a_second_way_on(staging: Path, tmp_path: Path, run: Run) -> None:
+    owner = staged.read(str(staging))
+    assert owner is not None
+    words = ("nodes=n1;n2",)
+    changed = msgspec.structs.replace(owner, nvme_directory=f"{tmp_path}/nvme/j/n1", words=words)
+    (staging / staged.NAME).write_text(json.dumps(msgspec.to_builtins(changed)))
+    lines = run("status").out.splitlines()
+    assert f"  go on:  cachexfs mount /pfs {tmp_path}/m -o 'nodes=n1;n2'" in lines
+    assert lines[-1].endswith(f":  cachexfs recover {tmp_path}/nvme/j --to /pfs")
 
 
 def test_a_dead_mount_says_the_same(staging: Path, kernel: Path, tmp_path: Path, run: Run) -> None:
