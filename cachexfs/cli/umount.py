@@ -29,6 +29,7 @@ END_S, END_SHARE = 2.0, 0.25
 DETACH_S = 0.5  # before the limit, a mount that is busy is detached
 #: The daemon reports progress while it drains; this much silence means that it hangs.
 SILENCE_S = 60.0
+SILENCE_S_MIN = 5.0  # with whatever limit: a busy machine's daemon takes its time to answer
 LIST_MAX = 20
 
 
@@ -119,7 +120,7 @@ def _drain(entry: Entry, limit: Limit, abandon: bool, as_json: bool, say: Callab
         f"{limit.timeout_s or 0:g} s"
     )
     request = {"op": "umount", "timeout_s": limit.drain_s, "abandon": abandon}
-    silence_s = SILENCE_S if limit.left_s is None else min(SILENCE_S, limit.left_s)
+    silence_s = SILENCE_S if limit.left_s is None else max(min(SILENCE_S, limit.left_s), SILENCE_S_MIN)
     with bar("draining", not as_json) as draw:
         return client.ask(entry, request, Unmounted, on_progress, silence_s)
 
