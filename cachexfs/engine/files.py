@@ -267,7 +267,8 @@ class Files:
     def backing(self, handle: Handle) -> int | None:
         """Descriptor that may back a handle, None when its I/O must come here.
 
-        A writer's: of a new file that nobody else has open, with room to spare. A reader's: of a whole, clean,
+        A writer's: of a new file that nobody else has open, with room to spare, unless each write is to wait for what
+        fsync waits for (``O_SYNC``): the kernel would ask staging alone. A reader's: of a whole, clean,
         staged content that nobody writes. The kernel refuses (EIO) an open of one inode number that goes another way
         than those that are open, but for direct I/O beside cached.
         """
@@ -281,7 +282,7 @@ class Files:
             staged = clean and (vnode.fd >= 0 or self._open_local(vnode)) and vnode.stage
             return vnode.fd if staged and not staging.is_spilled(vnode.stage) else None
         fresh = vnode.content.open and not vnode.dirty and vnode.fd < 0 and vnode.handles == 1
-        if not fresh or not self.passing.has_room():
+        if not fresh or handle.syncs or not self.passing.has_room():
             return None
         vnode.stage = self.source.new_stage(vnode.fid, vnode.content.gen + 1)
         vnode.fd = staging.create(vnode.stage)

@@ -186,6 +186,8 @@ class Filesystem(Names):
         done = await self.files.writing.write(handle, offset, data)
         if handle.drops_set_id:
             await self.drop_set_id(handle.vnode.fid)
+        if handle.syncs and not handle.cached:  # after cached writes the kernel asks for it
+            await self.fsync(handle)
         return done
 
     async def drop_set_id(self, fid: int) -> None:

@@ -126,6 +126,11 @@ class Handle:
         return bool(self.flags & WRITABLE)
 
     @property
+    def syncs(self) -> bool:
+        """Whether each of its writes is also an fsync."""
+        return self.flags & os.O_DSYNC != 0  # a part of O_SYNC
+
+    @property
     def mappable(self) -> bool:
         """Whether a shared map of it may be written."""
         return self.flags & os.O_ACCMODE == os.O_RDWR

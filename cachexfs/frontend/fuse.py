@@ -298,8 +298,11 @@ class Operations(pyfuse3.Operations):  # type: ignore[misc]
     @handler
     async def write(self, fh: int, off: int, buf: bytes) -> int:
         self.filesystem.node.foreground.busy()
-        data = buf if self._payloads is None else self._payloads.of(buf)
-        return await self.filesystem.write(self._handles[fh], off, data)
+        handle, data = self._handles[fh], buf if self._payloads is None else self._payloads.of(buf)
+        if not handle.syncs:
+            return await self.filesystem.write(handle, off, data)
+        async with self._waiters:
+            return await self.filesystem.write(handle, off, data)
 
     @handler
     async def flush(self, fh: int) -> None:

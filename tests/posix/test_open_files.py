@@ -210,6 +210,23 @@ def test_what_is_written_through_a_map_after_the_close_lands_on_the_pfs(
     assert until(lambda: (alone.pfs / mount.name / path.name).read_bytes() == data)
 
 
+@pytest.mark.parametrize("passthrough", ["auto", "off"])
+def test_each_write_of_a_file_that_is_opened_so_is_an_fsync(
+    make_cluster: Callable[..., LocalCluster], passthrough: str
+) -> None:
+    """A write that the kernel does itself was in memory alone, and one beside its page cache."""
+    cluster = make_cluster(1, {"supervisor": "on", "passthrough": passthrough})
+    for access in os.O_WRONLY, os.O_RDWR:
+        for sync in os.O_SYNC, os.O_DSYNC:
+            fd = os.open(cluster.nodes[0].mountpoint / f"{access}-{sync}", access | os.O_CREAT | sync)
+            try:
+                for data in (f"first {access} {sync}".encode(), f"second {access} {sync}".encode()):
+                    os.pwrite(fd, data, 0)
+                    assert data in contents_below(cluster.pfs / ".cachexfs")
+            finally:
+                os.close(fd)
+
+
 def test_fsync_takes_what_a_map_has_changed_since_the_last_one(mount: Path, alone: LocalCluster) -> None:
     """It moves no stamp of a file that the kernel serves."""
     fd = os.open(mount / "f", os.O_RDWR | os.O_CREAT)
