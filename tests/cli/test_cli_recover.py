@@ -54,3 +54,13 @@ def test_dead_needs_a_daemon_here(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert "no daemon runs" in capsys.readouterr().err
     assert run(["recover", str(tmp_path), "--dead", "n1"]) == EXIT_USAGE
     assert run(["drill", str(tmp_path)]) == EXIT_CANNOT_TELL
+
+
+def test_what_lies_in_the_current_directory_is_not_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "msgspec.py").write_text("raise SystemExit('not ours')\n")
+    (tmp_path / "nvme").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert run(["recover", "nvme"]) == EXIT_DONE
+    assert "nothing is held" in capsys.readouterr().out
