@@ -3,6 +3,7 @@
 import errno
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from cli_support import FakeDaemon, Ran, Run
@@ -109,6 +110,14 @@ def test_a_directory_that_takes_no_writes_is_adopted_with_a_warning(
     adoption.check()
     said = capfd.readouterr().err
     assert (said.count("\n"), f"takes no writes ({os.strerror(code)})" in said) == (1, True)
+
+
+def test_a_read_only_filesystem_is_named(left: Left, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pfs_check.os, "statvfs", lambda path: SimpleNamespace(f_flag=os.ST_RDONLY))
+    assert f"'{left.pfs}' is read-only" in left.adopts(left.pfs)
+    (left.staging / tmpfs.PFS_TOKEN).unlink()  # nothing is staged: there is nothing to go on with
+    ran = left.check(left.pfs)
+    assert (ran.code, f"'{left.pfs}' is read-only: have" in ran.err) == (2, True)
 
 
 def test_a_mount_without_the_pfs_does_not_ask_it(left: Left, tmp_path: Path, run: Run) -> None:
