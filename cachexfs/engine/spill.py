@@ -131,7 +131,9 @@ class Spiller:
         if not self._is_still(stage, vnode):
             return False
         async with vnode.change_lock:
-            return await self.move(stage, vnode)
+            moved = await self.move(stage, vnode)
+        vnode.rest()  # meanwhile its last handle may have gone, and what was staged with it
+        return moved
 
     async def move(self, stage: str, vnode: Vnode | None) -> bool:
         """Move one staged file; False when NVMe does not take it or it changed meanwhile.

@@ -189,3 +189,36 @@ def test_pending_operations_of_a_file_are_read_in_order_and_guarded() -> None:
     tx.delete(op_key("2"))
     assert [key for key, _ in tx.ops_of(FILES[0])] == [op_key("1"), op_key("3")]
     assert (Guard.MODIFIED, op_key("1")) in tx.write.guards
+
+
+PATHS = st.lists(st.sampled_from([b"a", b"b", b"c"]), min_size=1, max_size=3).map(b"/".join)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.lists(st.tuples(st.sampled_from(["rename", "link", "put"]), PATHS, PATHS), max_size=8),
+    st.sets(st.integers(0, 7)),
+    PATHS,
+)
+def test_where_a_path_was_before_pending_renames(
+    ops: list[tuple[str, bytes, bytes]], landed: set[int], path: bytes
+) -> None:
+    """Against a walk through all of them, the last first."""
+    replica = Replica()
+    rows = [
+        (op_key(f"{number:04}"), Op(kind, old, "n0", fid=9, path2=new)) for number, (kind, old, new) in enumerate(ops)
+    ]
+    for row in rows:
+        put(replica, row)
+    left = [row for number, row in enumerate(rows) if number not in landed]
+    for number in landed & set(range(len(rows))):
+        put(replica, (rows[number][0], None))
+    wanted = [path]
+    for _, op in reversed(left):
+        now = wanted[-1]
+        if op.kind != "put" and (now == op.path2 or now.startswith(op.path2 + b"/")):
+            wanted.append(op.path + now[len(op.path2) :])
+    assert replica.before_renames(path) == wanted
+    newest = [key for key, _ in replica.latest_ops_of(9)]
+    assert newest == [key for key, _ in reversed(left)]
+    assert replica.has_ops(9) == bool(left)

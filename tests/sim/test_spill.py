@@ -17,6 +17,7 @@ from sim_run import inline_threads
 from test_found import Scene, scene
 
 from cachexfs.core.records import ROOT_FID
+from cachexfs.engine import spill
 from cachexfs.engine.vnode import Vnode
 from cachexfs.errors import CatalogueUnavailableError, FsError
 
@@ -192,3 +193,27 @@ async def test_what_was_closed_while_the_catalogue_was_away_is_published_when_it
     await trio.sleep(60)
     await scene.drained()
     assert scene.on_pfs(b"a") == b"newer"
+
+
+@full
+async def test_a_file_that_is_closed_while_it_moves_to_nvme_gives_its_memory_back(scene: Scene, disk: Failing) -> None:
+    """Its descriptor stayed open when it was evicted in the midst of that."""
+    handle = await scene.create(b"a", b"a" * 60 * KIB)
+    await scene.fs.flush(handle)
+    vnode, stage, closed = handle.vnode, handle.vnode.stage, trio.Event()
+    scene.life.parts.files.remember(vnode)  # as a lookup does
+    copy_bytes = spill.copy_bytes
+
+    async def wait_for_close(source: int, target: int, length: int) -> None:
+        await closed.wait()
+        await copy_bytes(source, target, length)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(spill, "copy_bytes", wait_for_close)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(scene.life.parts.keeper.spiller._move_published, stage, vnode)
+            await trio.testing.wait_all_tasks_blocked()
+            await scene.fs.release(handle)
+            scene.life.staging.remove(stage)
+            closed.set()
+    assert vnode.fd == -1
