@@ -13,6 +13,7 @@ from collections.abc import Callable
 
 import trio
 
+from cachexfs.core import manifest as manifests
 from cachexfs.core import publication
 from cachexfs.core.records import Generation, Inode, Op
 from cachexfs.core.replica import Applied
@@ -42,6 +43,7 @@ class Keeper:
         self.spiller.on_full = self.eviction.make_spill_room
         self.spiller.on_room = self._free
         self._is_spilling = False
+        self._ahead: dict[int, dict[str, None]] = {}  # replicas to look at again when their file has another content
         #: called when a writer gets no room though everything on the PFS is evicted and nothing more can be spilled
         self.on_pressure: Callable[[], None] = lambda: None
 
@@ -52,7 +54,9 @@ class Keeper:
             nursery.start_soon(self.eviction.run)
             for stage in self.node.replicas.stages() if self.node.replicas else ():
                 fid, _ = parse_stage(stage)
-                if self.node.catalogue.view.inode(fid) is None:
+                if self.node.catalogue.view.inode(fid) is None or (
+                    not self.referenced(stage) and self._is_ahead(stage)
+                ):
                     self.check(stage)
             await trio.sleep_forever()
 
@@ -60,6 +64,8 @@ class Keeper:
         """Catalogue listener: something that referred to bytes may have gone."""
         stages: dict[str, None] = {}
         for key, old, new in changes:
+            if self._ahead and isinstance(new or old, Generation):
+                stages |= self._ahead.pop(int(key[2:], 16), {})
             if isinstance(old, Generation):
                 stages[old.stage] = None
                 if new is None:
@@ -99,8 +105,22 @@ class Keeper:
             self.node.staging.remove(stage)
             self._free()
         replicas = self.node.replicas
-        if replicas is not None and self._nursery is not None and replicas.path(stage, 0) is not None:
+        if replicas is None or self._nursery is None or replicas.path(stage, 0) is None:
+            return
+        if self._is_ahead(stage):
+            self._ahead.setdefault(parse_stage(stage)[0], {})[stage] = None
+        else:
             self._nursery.start_soon(self._drop_replica, stage)
+
+    def _is_ahead(self, stage: str) -> bool:
+        """Whether a replica is of a content that comes after the one that this node knows.
+
+        An fsync has brought it, and its note is on its way: what the catalogue shows here is older, and may speak of an
+        earlier use of the same staged file.
+        """
+        raw = self.node.replicas.manifest(stage) if self.node.replicas is not None else None
+        content = self.node.catalogue.view.generation(parse_stage(stage)[0])
+        return raw is not None and content is not None and manifests.decode(raw).gen > content.gen
 
     async def _drop_replica(self, stage: str) -> None:
         assert self.node.replicas is not None

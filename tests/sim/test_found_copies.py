@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import trio
 from sim_check import commit_file
 from test_found_nodes import DIRECTORY, FILE, Pair, play
@@ -42,3 +44,26 @@ def test_what_was_overwritten_in_place_before_its_node_was_lost_holds_nothing_up
         assert found.data == b"new"
 
     play(scene, nodes=3)
+
+
+def test_what_an_fsync_has_brought_stays_though_the_partner_hears_late_that_the_file_was_emptied() -> None:
+    """The staged file goes on with its name: the partner removed the replica as that of what had been there before."""
+
+    async def scene(pair: Pair) -> None:
+        fs, kernel, opened = pair.fs(0), pair.seats[0].kernel, None
+        while opened is None or not opened.passed:  # the supervisor refuses now and then
+            name = b"f%d" % pair.next_save()
+            opened = kernel.opened(fs, (await fs.create(ROOT_FID, name, FILE, os.O_RDWR))[0])
+        kernel.write(opened, 0, b"first")
+        await fs.fsync(opened.handle)
+        pair.seats[1].link.set(up=False)
+        await fs.setattr(opened.handle.vnode.ino, opened.handle, size=0)
+        await fs.flush(opened.handle)  # a duplicate is closed
+        kernel.write(opened, 0, b"second")
+        await fs.fsync(opened.handle)
+        pair.seats[1].link.set(up=True)
+        await trio.sleep(2)
+        await pair.lose(0, 60)
+        assert await pair.read(1, name) == b"second"
+
+    play(scene)
