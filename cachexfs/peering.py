@@ -40,14 +40,14 @@ class StagedCopies:
 
     def open(self, stage: str) -> tuple[int, int] | None:
         """(descriptor, which the caller closes; size in bytes) of a staged content; None: it is not here."""
-        if not self._staging.has(stage):
+        if not self._node.staged(stage):
             return None
         fd = self._staging.open_file(stage)
         return fd, os.fstat(fd).st_size
 
     async def manifest(self, stage: str) -> bytes | None:
         """Manifest of a file's published content, computed at the first question and kept; None: it is not here."""
-        if not self._staging.has(stage):
+        if not self._node.staged(stage):
             return None
         fid, view = int(stage.partition(".")[0], 16), self._node.catalogue.view
         content, inode = view.generation(fid), view.inode(fid)

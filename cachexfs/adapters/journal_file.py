@@ -10,8 +10,11 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+import msgspec
+
 from cachexfs.core import journal
 from cachexfs.core.journal import End, Mutation, Rows
+from cachexfs.core.order import lands_at, lists_members
 from cachexfs.core.records import ROOT_FID, Dirent, Op, OpKind, dirent_key, generation_key, inode_key, times_key
 from cachexfs.core.records import encode as encode_record
 from cachexfs.core.replica import Change, Entry, Replica
@@ -42,6 +45,8 @@ def mend(directory: Path) -> tuple[int, int]:
             kept, skipped = kept + (payload is not None), skipped + (payload is None)
             _apply_leniently(view, payload)
         _mend_names(view)
+        if skipped:
+            _mend_commits(view)
         fresh = path.with_suffix(".new")
         os.close(write_snapshot(fresh, list(view.items()), view.revision, fsync=True))
         os.replace(path, path.with_suffix(".journal.damaged"))
@@ -81,6 +86,15 @@ def _mend_names(view: Replica) -> None:
             keys = [inode_key(fid), generation_key(fid), times_key(fid), *(key for key, _ in ops)]
             changes = [Change(key, None, 0, view.revision) for key in keys]
         view.apply(view.revision, changes)
+
+
+def _mend_commits(view: Replica) -> None:
+    """What was to land before a commit file may be what is missing: it is kept hidden, and seen once it is whole."""
+    lands = (OpKind.PUT, OpKind.RENAME, OpKind.LINK)
+    for key, op, created in list(view.ops()):
+        if op.commit and op.kind in lands and lists_members(lands_at(op).rpartition(b"/")[2]):
+            held = encode_record(msgspec.structs.replace(op, cancelled=True))
+            view.apply(view.revision, [Change(key, held, created, view.revision)])
 
 
 def _free_name(view: Replica, op: Op) -> tuple[int, bytes] | None:

@@ -210,6 +210,7 @@ class ReplicaCopy:
         self.stage = manifests.check_stage(stage)
         self.snapshot = committed
         self._progress: _Progress | None = None
+        self._is_unreadable = False
         self._number_max = max(number_max, committed.number if committed else 0)
         self._garbage: list[str] = []
 
@@ -258,19 +259,38 @@ class ReplicaCopy:
         progress.end = max(progress.end, offset + len(view))
 
     def _unchanged_bytes(self, index: int, view: memoryview) -> int:
-        """Leading bytes of the block that the committed version has already; -1 when it has other bytes there."""
+        """Leading bytes of the block that the committed version has already; -1 when it has other bytes there.
+
+        It is read: who sends a block again may do so because what lies here was found bad.
+        """
         assert self.snapshot is not None
         manifest = self.snapshot.manifest
         known = block_length(manifest.size, index)
         if known <= 0:
             return 0
-        if known <= len(view) and block_digest(view[:known]) == manifest.block(index):
-            return known
-        return -1
+        if known > len(view) or block_digest(view[:known]) != manifest.block(index):
+            return -1
+        try:
+            return known if self._has(self.snapshot, index) else -1
+        except OSError:
+            self._is_unreadable = True  # not to be built upon: the next attempt makes all of it anew
+            raise
+
+    @staticmethod
+    def _has(committed: Committed, index: int) -> bool:
+        scratch = memoryview(bytearray(block_length(committed.manifest.size, index)))
+        fd = os.open(committed.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        try:
+            read_exactly(fd, scratch, index * BLOCK_BYTES)
+        except CorruptError:
+            return False  # it has been cut
+        finally:
+            os.close(fd)
+        return block_digest(scratch) == committed.manifest.block(index)
 
     def _begin(self) -> _Progress:
         committed = self.snapshot
-        if committed is not None:
+        if committed is not None and not self._is_unreadable:
             self._progress = _Progress(committed.path, committed.number, in_place=True)
         else:
             self._number_max += 1
@@ -337,7 +357,7 @@ class ReplicaCopy:
         return manifest
 
     def _check_blocks(self, progress: _Progress, manifest: Manifest) -> None:
-        base = self.snapshot.manifest if self.snapshot else None
+        base = self.snapshot.manifest if self.snapshot and not self._is_unreadable else None
         fd = os.open(progress.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
         try:
             scratch = memoryview(bytearray(min(BLOCK_BYTES, manifest.size)))
@@ -383,6 +403,7 @@ class ReplicaCopy:
         os.rename(temporary, os.path.join(self._directory, self.stage + MANIFEST_SUFFIX))
         # From here on a crash may show either version: memory follows the names, and claims nothing before the fsync.
         before, self.snapshot, self._progress = self.snapshot, Committed(manifest, progress.number, path, False), None
+        self._is_unreadable = False
         if before is not None and before.path != path:
             self._garbage.append(before.path)
         fsync_path(self._directory)

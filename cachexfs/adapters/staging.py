@@ -34,8 +34,9 @@ ORPHAN_SUFFIX = ".orphan"
 class Staging:
     """The staging directory of one mount. Not shared between daemons.
 
-    ``used_bytes`` counts allocated pages in memory of all files as of their last change through this object. Spare
-    memory comes on top, never beyond ``limit_bytes`` in all. ``spill``: a directory on NVMe for what does not fit.
+    ``used_bytes`` counts allocated pages in memory of all files as of their last change through this object, and what
+    was reserved for them. Spare memory comes on top, never beyond ``limit_bytes`` in all. ``spill``: a directory on
+    NVMe for what does not fit.
     """
 
     def __init__(self, directory: str, limit_bytes: int, spill: str | None = None) -> None:
@@ -49,6 +50,7 @@ class Staging:
         self._spilled: dict[str, int] = {}
         self._moving: dict[str, int] = {}  # being copied to NVMe -> bytes that it still holds though it was removed
         self._spare = Spare(self.directory / "spare")
+        self.reserved: dict[str, int] = {}  # stage -> bytes that it is still to grow by; ``used_bytes`` has them
         self._ahead_bytes = 0  # given up by the spare, not yet taken by a file
         self.used_bytes = 0
         self.grown_bytes = 0  # all growth in memory since the start
@@ -171,11 +173,13 @@ class Staging:
         """Give a staged file another key, in one step."""
         path = Path(self.path(old))
         os.rename(path, path.with_name(new))
+        self.used_bytes -= self.reserved.pop(old, 0)  # it is whole
         table = self._spilled if old in self._spilled else self._allocated
         table[new] = table.pop(old)
 
     def remove(self, stage: str) -> None:
         """Give a staged file's memory back, or keep it for the next; open descriptors go on reading."""
+        self.used_bytes -= self.reserved.pop(stage, 0)
         path = Path(self.path(stage))
         if stage in self._spilled:
             self.spilled_bytes -= self._spilled.pop(stage)
@@ -220,9 +224,20 @@ class Staging:
         grown = allocated_bytes - self._allocated.get(stage, 0)
         self.used_bytes += grown
         if grown > 0:
+            expected_bytes = min(grown, self.reserved.get(stage, 0))
+            if expected_bytes:
+                self.reserved[stage] -= expected_bytes
+                self.used_bytes -= expected_bytes
             self.grown_bytes += grown
             self._ahead_bytes = max(0, self._ahead_bytes - grown)
         self._allocated[stage] = allocated_bytes
+
+    def reserve(self, stage: str, length: int) -> None:
+        """A new staged file is to grow by ``length`` bytes, which takes a while: nobody else gets that room. Until it
+        gets another key, or is removed."""
+        if stage in self._allocated:
+            self.reserved[stage] = length
+            self.used_bytes += length
 
     def recount(self, stage: str, fd: int) -> None:
         """Note the room of an open staged file after it changed."""

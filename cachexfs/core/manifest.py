@@ -41,9 +41,13 @@ class Base(msgspec.Struct, frozen=True, array_like=True):
     mtime_ns: _Time
 
 
+#: In the place of a member's digest: it is a later content than the one that the commit file was saved with.
+LATER = b"later"
+
+
 class Member(msgspec.Struct, frozen=True, array_like=True):
     """A file at or below a commit file's directory when that was published: name relative to the directory, size in
-    bytes, xxh3_128 of it (empty: not known)."""
+    bytes, xxh3_128 of it (empty: not known; or ``LATER``)."""
 
     name: Annotated[bytes, msgspec.Meta(min_length=1, max_length=PATH_BYTES_MAX)]
     size: _Count

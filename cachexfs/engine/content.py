@@ -36,6 +36,7 @@ log = logging.getLogger(__name__)
 CACHE_BLOCKS_MAX = 128
 LOOKS_MAX = 4
 BLOCKS_AT_ONCE = 8
+DIGESTS_MAX = 1024
 SOURCES_MAX = 10_000  # files whose reads are told apart; the oldest are forgotten
 PFS_DEADLINE_S = 15.0
 PFS_LOOKS = 2
@@ -113,9 +114,8 @@ class Reader:
         self, fid: int, content: Generation, fd: int, length: int, grown: Callable[[], None] = _nothing
     ) -> None:
         """Copy the first ``length`` bytes of a content into an open file. ``grown`` is called after each piece."""
-        path = self.node.local_path(content.stage, content.size) if content.stage else None
-        if path is not None:
-            source = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        if content.stage and self.node.in_memory(content.stage) and self.node.staged(content.stage, content.size):
+            source = os.open(self.node.staging.path(content.stage), os.O_RDONLY | os.O_CLOEXEC)
             try:
                 await copy_bytes(source, fd, length)
             finally:
@@ -233,6 +233,8 @@ class Reader:
                 reasons.append(f"{label}: {error or type(error).__name__}")
                 if copy is not None and isinstance(error, (CorruptError, FileNotFoundError)):
                     bad.append((copy.node, copy.store))
+                    if copy.node == self.node.name and isinstance(error, CorruptError):
+                        self.node.damaged.add((content.stage, copy.store))
                 elif label == "pfs" and isinstance(error, CorruptError):
                     await self.copies.note_bad(fid, content.gen)
                 elif copy is not None and holder != self.node.name:
@@ -259,8 +261,7 @@ class Reader:
         for copy in copies:
             label = f"{copy.tier}:{copy.node}"
             if copy.node == node.name:
-                path = node.local_path(content.stage, content.size)
-                found.append((label, copy, node.name, partial(_read_local, path, offset, length)))
+                found.append((label, copy, node.name, partial(self._read_own, content, copy.tier, offset, length)))
             elif node.peers is not None and node.live(copy.node):
                 found.append((label, copy, copy.node, partial(self._ask, copy.node, content.stage, offset, length)))
         if inode is not None and inode.pfs is not None and inode.pfs.gen == content.gen and node.pfs is not None:
@@ -278,15 +279,31 @@ class Reader:
         """
         node = self.node
         found: list[tuple[str, Copy | None, str | None, Callable[[], Awaitable[bytes]]]] = []
-        path = node.local_path(content.stage, content.size)
-        if node.name not in recorded and path is not None:
-            found.append((f"nvme:{node.name}", None, node.name, partial(_read_local, path, offset, length)))
+        if node.name not in recorded and node.local_path(content.stage, content.size) is not None:
+            found.append((f"nvme:{node.name}", None, node.name, partial(self._read_own, content, "", offset, length)))
         names = [address.name for address in node.options.nodes]
         at = names.index(content.origin) + 1 if content.origin in names else 0
         for name in (names[at:] + names[:at])[: node.replica_count + 1]:
             if node.peers is not None and name not in recorded and name not in (node.name, content.origin):
                 found.append((f"nvme:{name}", None, name, partial(self._ask, name, content.stage, offset, length)))
         return found
+
+    async def _read_own(self, content: Generation, tier: str, offset: int, length: int) -> bytes:
+        """From this node's copy in memory (or spilled) or on NVMe; ``tier`` "": from any."""
+        node, path = self.node, self.node.local_path(content.stage, content.size)
+        if tier == "memory" and not node.staged(content.stage, content.size):
+            path = None
+        if tier == "nvme":
+            path = node.held_path(content.stage, content.size)
+        if path is None:
+            raise FileNotFoundError(errno.ENOENT, "not on this node any more")
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            if node.in_memory(content.stage) and path == node.staging.path(content.stage):
+                return os.pread(fd, length, offset)
+            return await trio.to_thread.run_sync(os.pread, fd, length, offset)
+        finally:
+            os.close(fd)
 
     async def _ask(self, name: str, stage: str, offset: int, length: int) -> bytes:
         assert self.node.peers is not None
@@ -333,7 +350,8 @@ class Reader:
         """Block digests of a content, checked against the catalogue.
 
         ``holder`` is whose copy is being read, None for the PFS. The result is None for what has no digests
-        (imported files), for this node's memory, and for the PFS when nobody has a manifest any more.
+        (imported files), for this node's memory (not what was spilled), and for the PFS when nobody has a manifest
+        any more.
         """
         if not content.tree:
             return None
@@ -343,6 +361,8 @@ class Reader:
         if key in self._digests:
             return self._digests[key]
         data = self.node.replicas.manifest(content.stage) if self.node.replicas is not None else None
+        if data is None and holder == self.node.name and self.node.staging.is_spilled(content.stage):
+            return self._know(key, await self._own_digests(content))
         if data is None and holder != self.node.name:
             data = await self._manifest(fid, content, holder)
         if data is None:
@@ -351,10 +371,24 @@ class Reader:
         found = list(split_blocks(manifest.blocks))
         if tree_digest(found) != content.tree:
             raise CorruptError("the holder's manifest does not match the catalogue")
-        self._digests[key] = found
-        while len(self._digests) > 1024:
+        return self._know(key, found)
+
+    def _know(self, key: tuple[str, int], digests: list[bytes]) -> list[bytes]:
+        self._digests[key] = digests
+        while len(self._digests) > DIGESTS_MAX:
             self._digests.popitem(last=False)
-        return found
+        return digests
+
+    async def _own_digests(self, content: Generation) -> list[bytes]:
+        """Of what this node has spilled, whose blocks no manifest tells: by reading all of it, once."""
+        fd = self.node.staging.open_file(content.stage)
+        try:
+            _, tree, blocks = await self.node.digests(fd, content.size)
+        finally:
+            os.close(fd)
+        if tree != content.tree:
+            raise CorruptError("the spilled file is not what its digest says")
+        return blocks
 
     async def _manifest(self, fid: int, content: Generation, holder: str | None) -> bytes | None:
         """The manifest of the node whose copy is read; for the PFS's, of any live holder."""
@@ -394,13 +428,3 @@ def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
     while isinstance(found, BaseExceptionGroup):
         found = found.exceptions[0]
     return found
-
-
-async def _read_local(path: str | None, offset: int, length: int) -> bytes:
-    if path is None:
-        raise FileNotFoundError(errno.ENOENT, "not on this node any more")
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        return os.pread(fd, length, offset)
-    finally:
-        os.close(fd)

@@ -22,10 +22,10 @@ from cachexfs.core.landed import same_time
 from cachexfs.core.records import Generation, Inode, Op, OpKind, PfsCopy
 from cachexfs.core.replica import Applied
 from cachexfs.core.transaction import Tx
+from cachexfs.engine.damaged import check_stage
 from cachexfs.engine.drain_errors import RETRY_FIRST_S, RETRY_MAX_S, Progress
 from cachexfs.engine.node import Node
 from cachexfs.engine.pfs_interface import Pfs, PfsAttrs, PfsStat
-from cachexfs.engine.recover import check_stage
 from cachexfs.errors import CacheXError, FsError
 
 log = logging.getLogger(__name__)
@@ -94,6 +94,7 @@ class DrainFiles:
         source, size = self._source(op, content)
         if source is not None and size and not await self._is_good(op, content, source):
             raise FsError(errno.EIO, f"the bytes on node {self.node.name} are damaged: their digest is wrong")
+        source, size = self._source(op, content)  # that one, if another copy here was found damaged
         if source is None:
             await check_stage(self.node, op.stage)
             raise FsError(errno.EIO, f"no whole copy of generation {op.gen} on node {self.node.name}")
@@ -121,7 +122,7 @@ class DrainFiles:
         Of an earlier content than the current one no other copy is known: damaged, it counts as gone from now on.
         """
         node = self.node
-        if op.stage not in node.unverified and node.staging.has(op.stage) and not node.staging.is_spilled(op.stage):
+        if op.stage not in node.unverified and node.in_memory(op.stage):
             return True
         if content is not None and content.gen <= op.gen:
             return await check_stage(node, op.stage)
@@ -165,7 +166,7 @@ class DrainFiles:
         """Whether this node has the very bytes of a PUT, or what a writer that the kernel served has left of them."""
         if (op.hidden, op.gen) in self._damaged:
             return False
-        return not op.size or self.node.staging.has(op.stage) or self.node.local_path(op.stage, op.size) is not None
+        return not op.size or self.node.staged(op.stage) or self.node.local_path(op.stage, op.size) is not None
 
     def _source(self, op: Op, content: Generation | None) -> tuple[str | None, int]:
         """Where the bytes of a PUT lie on this node, and how many.
@@ -179,7 +180,7 @@ class DrainFiles:
         found = "/dev/null" if not op.size else node.local_path(op.stage, op.size)
         if found is not None or content is None or content.gen <= op.gen:
             return found, op.size
-        if node.staging.has(op.stage):
+        if node.staged(op.stage):
             return node.staging.path(op.stage), node.staging.size(op.stage)
         return node.local_path(content.stage, content.size) if content.size else "/dev/null", content.size
 

@@ -105,14 +105,19 @@ class DrainNames:
         """A rename, recognising that it has been done before this daemon's life.
 
         Of a file that has been removed since, neither name is to be there: to show it under the new one even for a
-        moment could complete a checkpoint whose other files are gone.
+        moment could complete a checkpoint whose other files are gone. The PFS may err in saying that there is none.
         """
         if inode is not None and inode.pfs is not None and inode.pfs.hidden:
             return  # it was withdrawn, and stays where it is held
-        if inode is None and (found := await self._stat(op.path)) is not None and found.kind != "d":
-            await self._run("unlink", op.path2)
-            await self._run("unlink", op.path)
-            return
+        found = await self._stat(op.path) if inode is None else None
+        if inode is None and (found is None or found.kind != "d"):
+            try:
+                await self._run("unlink", op.path2)
+                await self._run("unlink", op.path)
+            except IsADirectoryError:
+                pass
+            else:
+                return
         try:
             await self._run("rename", op.path, op.path2)
         except FileNotFoundError:

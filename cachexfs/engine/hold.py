@@ -103,6 +103,7 @@ class Keeper:
         if self.node.staging.has(stage):
             self.eviction.forget(stage)
             self.node.staging.remove(stage)
+            self.node.damaged.discard((stage, self.node.staging.store))
             self._free()
         replicas = self.node.replicas
         if replicas is None or self._nursery is None or replicas.path(stage, 0) is None:

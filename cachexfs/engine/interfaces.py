@@ -279,6 +279,10 @@ class StagingArea(Protocol):
         ``spill_begin`` counts until then."""
         ...
 
+    def reserve(self, stage: str, length: int) -> None:
+        """A new file in memory is to grow by so much: the room is its own until it gets another key or is removed."""
+        ...
+
     def recount(self, stage: str, fd: int) -> None:
         """Account for an open file after it changed."""
         ...

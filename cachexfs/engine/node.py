@@ -6,6 +6,7 @@ policy: ``files``, ``replicate``, ``drain``, ``hold``, ``recover`` and ``complet
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import random
@@ -29,6 +30,8 @@ from cachexfs.engine.requests import Requests
 log = logging.getLogger(__name__)
 
 CALL_SHOWN_S = 600.0
+REFUSAL_S = 300.0  # for which a node whose disk has refused a replica is asked last
+DISK_REFUSES = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
 
 #: (digest, tree, blocks) of the first bytes of an open file.
 DigestFile = Callable[[int, int], tuple[bytes, bytes, list[bytes]]]
@@ -55,6 +58,8 @@ class Node:
     random: random.Random = field(default_factory=random.SystemRandom)
     errors: dict[str, str] = field(default_factory=dict)
     unverified: set[str] = field(default_factory=set)  # staged by a former daemon, digests not checked since
+    damaged: set[tuple[str, str]] = field(default_factory=set)  # (stage, store): copies here that were found bad
+    refusals: dict[str, float] = field(default_factory=dict)  # node -> when its disk refused a replica of this one
     failed: str = ""
     orphans: Callable[[], str] = field(default=lambda: "")  # in words, what is staged and has lost its name
     failed_call: tuple[str, float] = ("", 0.0)  # the last one that got EIO, and when
@@ -131,9 +136,25 @@ class Node:
         return [self.name, *apart, *(name for name in others if name not in apart)]
 
     def partners(self) -> list[str]:
-        """Live nodes that hold this node's replicas now, at most ``replicas`` of them."""
+        """Live nodes that hold this node's replicas now, at most ``replicas`` of them; whose disk refuses them last."""
         live = [name for name in self.ring()[1:] if self.catalogue.view.is_live(name)]
+        if self.refusals:
+            live.sort(key=self._refuses)
         return live[: self.replica_count]
+
+    def _refuses(self, name: str) -> bool:
+        return self.clock.now_s() - self.refusals.get(name, float("-inf")) < REFUSAL_S
+
+    def note_sent(self, name: str, error: OSError | None = None) -> None:
+        """A node has taken a replica, or has not: if its disk has refused it, others are asked first from now on."""
+        if error is None and self.refusals.pop(name, None) is not None:
+            self.errors.pop(f"partner:{name}", None)
+        if error is None or error.errno not in DISK_REFUSES:
+            return
+        self.refusals[name] = self.clock.now_s()
+        others = [other for other in self.partners() if other != name and not self._refuses(other)]
+        instead = f"; {', '.join(others)} is asked instead" if others else ""
+        self.errors[f"partner:{name}"] = f"node {name} takes no replicas: {os.strerror(error.errno)}{instead}"
 
     def live(self, name: str) -> bool:
         """Whether a node is alive as far as the catalogue knows. This node is."""
@@ -174,21 +195,35 @@ class Node:
             copies = 1  # on the PFS under another name, withdrawn or not yet renamed: not safe, and not lost
         return boundary_of(published=True, on_pfs=on_pfs, fast_copies=copies, replicas=self.replica_count)
 
+    def staged(self, stage: str, size: int = 0) -> bool:
+        """Whether this node has a content staged, as far as it knows whole."""
+        return (
+            self.staging.has(stage)
+            and (stage, self.staging.store) not in self.damaged
+            and self.staging.size(stage) >= size
+        )
+
+    def in_memory(self, stage: str) -> bool:
+        """Whether it is staged in memory, whose bytes are as they were written; NVMe may give others."""
+        return self.staged(stage) and not self.staging.is_spilled(stage)
+
+    def held_path(self, stage: str, size: int) -> str | None:
+        """Path of a content that this node holds for another, as far as it knows whole."""
+        if self.replicas is None or (stage, self.replicas.store) in self.damaged:
+            return None
+        return self.replicas.path(stage, size)
+
     def local_path(self, stage: str, size: int) -> str | None:
         """Path of a whole local copy of a content: staged or held for another node; None without one."""
-        if self.staging.has(stage) and self.staging.size(stage) >= size:
-            return self.staging.path(stage)
-        if self.replicas is not None:
-            return self.replicas.path(stage, size)
-        return None
+        return self.staging.path(stage) if self.staged(stage, size) else self.held_path(stage, size)
 
     def own_copies(self, stage: str, size: int) -> tuple[Copy, ...]:
         """The copies of a content that this node has, as records."""
         now_s = self.clock.now_s()
         found = []
-        if self.staging.has(stage) and self.staging.size(stage) >= size:
+        if self.staged(stage, size):
             found.append(Copy(self.name, self.staging.store, "memory", now_s))
-        if self.replicas is not None and self.replicas.path(stage, size) is not None:
+        if self.replicas is not None and self.held_path(stage, size) is not None:
             found.append(Copy(self.name, self.replicas.store, "nvme", now_s))
         return tuple(found)
 

@@ -26,6 +26,7 @@ from cachexfs.core.records import Copy, Generation, Inode, Life
 from cachexfs.core.replica import Applied
 from cachexfs.core.stages import parse_stage
 from cachexfs.core.transaction import Tx
+from cachexfs.engine.damaged import is_whole
 from cachexfs.engine.node import Node
 from cachexfs.errors import CacheXError
 
@@ -52,7 +53,17 @@ class Reclaim:
             if isinstance(old, Life) and new is None:
                 self._ask(*self._held())
             elif isinstance(old, Inode) and isinstance(new, Inode) and old.copies != new.copies:
+                self._note_anew(int(key[2:], 16), old, new)
                 self._ask(int(key[2:], 16))
+
+    def _note_anew(self, fid: int, old: Inode, new: Inode) -> None:
+        """Another node has put a copy here anew: what was found bad of it is replaced."""
+        content, before = self.node.catalogue.view.generation(fid), {(copy.node, copy.store) for copy in old.copies}
+        for copy in new.copies if content is not None else ():
+            is_new = (copy.node, copy.store) not in before or new.gen != old.gen
+            if copy.node == self.node.name and is_new:
+                assert content is not None
+                self.node.damaged.discard((content.stage, copy.store))
 
     def _held(self) -> list[int]:
         return [parse_stage(stage)[0] for stage in self.node.replicas.stages()] if self.node.replicas else []
@@ -110,17 +121,14 @@ class Reclaim:
             if newer is not None:
                 await self._publish(fid, content, newer, copy)
                 return
-            path = self.node.local_path(content.stage, content.size)
+            memory = copy.store == self.node.staging.store
+            path = self.node.staging.path(content.stage) if memory else self.node.held_path(content.stage, content.size)
             if path is None:
                 return
-            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-            try:
-                good = (await self.node.digests(fd, content.size))[1] == content.tree
-            finally:
-                os.close(fd)
-            if not good:
+            if not await is_whole(self.node, path, content):
+                self.node.damaged.add((content.stage, copy.store))
                 log.error("%s: the copy here, which nobody had recorded, is damaged", content.stage)
-                return
+                continue
             await self.node.catalogue.mutate(
                 lambda tx: publication.add_copy(tx, ctx, fid, content.gen, copy)  # noqa: B023
             )

@@ -24,6 +24,7 @@ from cachexfs.core.replica import Applied
 from cachexfs.core.routes import PARTNER
 from cachexfs.core.stages import parse_stage
 from cachexfs.core.transaction import Tx
+from cachexfs.engine.damaged import check_stage
 from cachexfs.engine.files import Files
 from cachexfs.engine.hold import Keeper
 from cachexfs.engine.node import Node
@@ -124,36 +125,6 @@ async def verify(node: Node) -> None:
             log.warning("checking %s: %s", stage, error)
         if not any(op.stage == stage for _, op in node.catalogue.view.ops_of(parse_stage(stage)[0])):
             node.unverified.discard(stage)  # else its drain looks at what exactly it lands
-
-
-async def check_stage(node: Node, stage: str) -> bool:
-    """Whether the staged or held bytes of a file's current generation are what its digest says (True: or unknown).
-
-    If they are not, the claims of this node's copies fall.
-    """
-    fid, _ = parse_stage(stage)
-    content = node.catalogue.view.generation(fid)
-    if content is None or content.stage != stage:
-        return True
-    path, good = node.local_path(stage, content.size), False
-    if path is not None and not content.tree:
-        return True
-    why = f"the staged file on node {node.name} is gone"
-    if path is not None:
-        why = f"the bytes on node {node.name} are damaged: their digest is wrong"
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            good = (await node.digests(fd, content.size))[1] == content.tree
-        finally:
-            os.close(fd)
-    node.unverified.discard(stage)
-    if not good:
-        stores = [node.staging.store] + ([node.replicas.store] if node.replicas is not None else [])
-        ctx = node.ctx()
-        gone = [(node.name, store) for store in stores]
-        await node.catalogue.mutate(lambda tx: publication.drop_copies(tx, ctx, fid, content.gen, gone, why))
-        log.error("%s: %s", stage, why)
-    return good
 
 
 def _age(stage: str) -> int:

@@ -12,7 +12,7 @@ from collections import OrderedDict
 
 from cachexfs.core import records as rec
 from cachexfs.core.commitfiles import POINTER_BYTES_MAX, is_commit_name, is_pointer_name, pointer_target
-from cachexfs.core.manifest import MEMBERS_MAX, Base, Manifest, Member
+from cachexfs.core.manifest import LATER, MEMBERS_MAX, Base, Manifest, Member
 from cachexfs.core.records import ROOT_FID, Dirent, Generation, Inode
 from cachexfs.core.replica import Applied
 from cachexfs.engine.content import Reader
@@ -68,7 +68,7 @@ class Manifests:
 
     def _members(self, fid: int, path: bytes, content: Generation) -> tuple[Member, ...]:
         """What a commit file stands for: the very contents beside and below it, of a pointer those below its target,
-        that are not newer than itself."""
+        that are not newer than itself. Of a file that was overwritten since, that it is not the one any more."""
         name = path.rpartition(b"/")[2]
         view, names = self.node.catalogue.view, self.node.catalogue.view.names_of(fid)
         if not is_commit_name(name) or not names:
@@ -84,6 +84,8 @@ class Manifests:
             start = goal + b"/"
         elif top == ROOT_FID:
             return ()  # all checkpoints of the mount are below it
+        inode = view.inode(fid)
+        is_stale = inode is not None and inode.stale and not is_pointer_name(name)
         found: list[Member] = []
         stack, published = [(start, top)], view.published_at(fid)
         while stack:
@@ -92,8 +94,10 @@ class Manifests:
                 member = view.generation(entry.fid)
                 if entry.kind == "d":
                     stack.append((prefix + child + b"/", entry.fid))
-                elif member is not None and entry.fid != fid and view.published_at(entry.fid) < published:
-                    found.append(Member(prefix + child, member.size, member.digest))
+                elif member is not None and entry.fid != fid:
+                    is_later = view.published_at(entry.fid) >= published
+                    if not is_later or is_stale:
+                        found.append(Member(prefix + child, member.size, LATER if is_later else member.digest))
             if len(found) + len(stack) > MEMBERS_MAX:
                 return ()
         return tuple(sorted(found, key=lambda member: member.name))

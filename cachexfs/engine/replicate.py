@@ -25,6 +25,7 @@ from cachexfs.core.records import Copy, Dirent, Generation, Inode, Life
 from cachexfs.core.replica import Applied
 from cachexfs.core.routes import DIRECT
 from cachexfs.engine.content import Reader
+from cachexfs.engine.damaged import drop
 from cachexfs.engine.files import Files
 from cachexfs.engine.interfaces import Synced
 from cachexfs.engine.node import Node
@@ -235,14 +236,14 @@ class Replicator:
                 return
             path = self.node.local_path(content.stage, content.size)
             if path is None:
-                await self._lost_here(fid, content)
+                await drop(self.node, fid, content, None)
                 return
             fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
             try:
                 digests = await self.node.digests(fd, content.size)
                 if digests[1] != content.tree:
-                    await self._lost_here(fid, content)
-                    return
+                    await drop(self.node, fid, content, path)
+                    return  # another copy here may be whole: it is looked at next
                 manifest = self.manifests.make(fid, inode, content.stage, content.size, digests, content)
                 store = await self._send(name, fd, manifest, digests[2])
             finally:
@@ -253,14 +254,6 @@ class Replicator:
             now = view.inode(fid)
             if now is not None and (self.reader.path(fid) != manifest.path or _outdates(inode, now)):
                 self._renew(fid)  # renamed or changed while it was sent
-
-    async def _lost_here(self, fid: int, content: Generation) -> None:
-        """This node's own copy is not what the catalogue says: stop claiming it."""
-        stores = [self.node.staging.store] + ([self.node.replicas.store] if self.node.replicas else [])
-        gone = [(self.node.name, store) for store in stores]
-        ctx = self.node.ctx()
-        why = f"the copy on node {self.node.name} is damaged or gone"
-        await self.node.catalogue.mutate(lambda tx: publication.drop_copies(tx, ctx, fid, content.gen, gone, why))
 
     async def sync(self, vnode: Vnode) -> None:
         """fsync before publication: what is in the file now is at the partner, synced, when this returns.
@@ -277,13 +270,11 @@ class Replicator:
         inode = self.node.catalogue.view.inode(vnode.fid)
         if inode is None or size == 0:
             return
-        stage, copies = vnode.stage, []
+        stage = vnode.stage
         fd = os.dup(vnode.fd)
         try:
-            for name in partners:
-                manifest = self.manifests.make(vnode.fid, inode, stage, size, digests, None)
-                store = await self._send(name, fd, manifest, digests[2])
-                copies.append(Copy(name, store, "nvme", self.node.clock.now_s()))
+            manifest = self.manifests.make(vnode.fid, inode, stage, size, digests, None)
+            copies = await self._send_to_all(fd, manifest, digests[2])
         finally:
             os.close(fd)
         if vnode.stage == stage:
@@ -294,6 +285,22 @@ class Replicator:
                 tx, ctx, fid, base_gen, stage, size, digests[0], digests[1], tuple(copies)
             )
         )
+
+    async def _send_to_all(self, fd: int, manifest: Manifest, digests: Sequence[bytes]) -> list[Copy]:
+        """Make a copy on each partner, in the place of one whose disk refuses it on the next. Raises as ``sync``."""
+        found: dict[str, Copy] = {}
+        while len(found) < self.node.replica_count:
+            name = next((name for name in self.node.partners() if name not in found), None)
+            if name is None:
+                raise NotDurableError("no live partner")
+            try:
+                store = await self._send(name, fd, manifest, digests)
+            except OSError:
+                if name in self.node.partners():
+                    raise  # there is nobody else
+                continue
+            found[name] = Copy(name, store, "nvme", self.node.clock.now_s())
+        return list(found.values())
 
     async def _send(self, name: str, fd: int, manifest: Manifest, digests: Sequence[bytes]) -> str:
         """Send the blocks that the partner lacks, then make the copy durable; returns the partner's store."""
@@ -310,9 +317,12 @@ class Replicator:
                     if lacking:
                         await self.node.peers.push(name, manifest.stage, fd, lacking)
                     store = await self.node.peers.commit(name, manifest.stage, manifests.encode(manifest))
-            except BaseException:
+            except BaseException as error:
                 self._sent.pop((name, manifest.stage), None)
+                if isinstance(error, OSError):
+                    self.node.note_sent(name, error)
                 raise
+            self.node.note_sent(name)
             self.sent_bytes += sum(length for _, length, _ in lacking)
             sent.blocks = dict(enumerate(digests))
         return store

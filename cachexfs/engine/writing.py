@@ -20,6 +20,7 @@ import trio
 from cachexfs.core import publication
 from cachexfs.core.digest import Buffer
 from cachexfs.engine.copying import copy_bytes
+from cachexfs.engine.damaged import check_stage
 from cachexfs.engine.interfaces import ContentSource
 from cachexfs.engine.node import Node
 from cachexfs.engine.passing import Passing
@@ -128,17 +129,21 @@ class Writing:
                 return
             if vnode.fd >= 0 and (vnode.passed or offset >= vnode.sealed):
                 return  # passed writers have this very file: drains and replicas wait for their last close
-            if vnode.fd < 0 and self._continue(vnode, offset):
+            if vnode.fd < 0 and await self._continue(vnode, offset):
                 return
             await self._copy_up(vnode, keep)
 
-    def _continue(self, vnode: Vnode, offset: int) -> bool:
+    async def _continue(self, vnode: Vnode, offset: int) -> bool:
         """Append in place to this node's own staged file of the published generation, if that is what happens."""
         content = vnode.content
         if not content.stage or offset < content.size or content.origin != self.node.name:
             return False
-        if not self.node.staging.has(content.stage) or self.node.staging.size(content.stage) != content.size:
+        if not self.node.staged(content.stage) or self.node.staging.size(content.stage) != content.size:
             return False
+        if self.node.staging.is_spilled(content.stage) and not await check_stage(self.node, content.stage):
+            return False  # the digest of what grows behind them would say that they are right
+        if vnode.fd >= 0 or not self.node.staged(content.stage):
+            return vnode.fd >= 0
         vnode.fd = self.node.staging.open_file(content.stage, write=True)
         vnode.stage, vnode.sealed = content.stage, content.size
         return True
@@ -165,9 +170,11 @@ class Writing:
         """A new staged file with the first bytes of the old content: its descriptor."""
         staging = self.node.staging
         fd = staging.create(part, spilled=spilled)
+        staging.reserve(part, want)
         try:
             if want:
-                if vnode.fd >= 0:
+                as_written = vnode.dirty or self.node.in_memory(vnode.stage) or not vnode.content.tree
+                if vnode.fd >= 0 and (as_written or not staging.has(vnode.stage)):
                     await copy_bytes(vnode.fd, fd, want)
                 else:
                     count = partial(staging.recount, part, fd)
@@ -228,8 +235,10 @@ class Writing:
             raise self._is_full()
         stage, part = self.source.new_stage(vnode.fid, vnode.content.gen + 1), self.source.new_stage(vnode.fid, 0)
         fd = staging.create(part)
+        staging.reserve(part, size)
         try:
             await copy_bytes(vnode.fd, fd, size)
+            staging.recount(part, fd)
             staging.exchange(vnode.stage, part)
             staging.rename(part, stage)
         except BaseException:

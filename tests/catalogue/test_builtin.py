@@ -22,7 +22,7 @@ from catalogue_support import adder, inode, namer, remover, running, size_of
 from cachexfs.adapters.catalogue_builtin import BuiltinCatalogue
 from cachexfs.adapters.journal_file import JOURNAL_NAME, mend
 from cachexfs.core.journal import HEADER_BYTES, MAGIC, VERSION, whole_frames
-from cachexfs.core.records import FID_STEP, ROOT_FID, AnyRecord, dirent_key, inode_key
+from cachexfs.core.records import FID_STEP, ROOT_FID, AnyRecord, Op, OpKind, dirent_key, inode_key, op_key
 from cachexfs.core.replica import Replica
 from cachexfs.errors import CorruptError, FsError, UsageError
 
@@ -278,6 +278,30 @@ async def test_mending_leaves_out_what_is_damaged_and_keeps_all_else(tmp_path: P
             await catalogue.mutate(adder(FID))  # it goes on
         with opened(tmp_path) as catalogue:
             assert size_of(catalogue, FID) == 1
+
+
+async def test_a_commit_file_whose_members_a_mended_journal_may_have_forgotten_is_held_back(tmp_path: Path) -> None:
+    """It landed on the PFS beside a member that was not there."""
+    ops = {
+        "1": Op(OpKind.PUT, b"d/m", "n0", fid=FID, gen=2, size=1, stage="1.2.a"),
+        "2": Op(
+            OpKind.RENAME, b"d/.metadata.tmp", "n0", fid=6 * FID_STEP, path2=b"d/.metadata", commit=True, below=b"d"
+        ),
+        "3": Op(OpKind.RMDIR, b"e", "n0", commit=True, below=b"e"),
+    }
+    with opened(tmp_path) as catalogue:
+        for name, op in ops.items():
+            await catalogue.mutate(lambda tx, name=name, op=op: tx.put(op_key(name), op))  # type: ignore[misc]
+            if name == "1":
+                end = catalogue._length
+    path = tmp_path / JOURNAL_NAME
+    with path.open("r+b") as file:
+        file.seek(end - 1)
+        file.write(b"?")
+    assert mend(tmp_path) == (2, 1)
+    with opened(tmp_path) as catalogue:
+        left = {key: op.cancelled for key, op, _ in catalogue.view.ops()}
+    assert left == {op_key("2"): True, op_key("3"): False}
 
 
 async def test_mending_a_whole_journal_changes_nothing_and_one_in_use_is_left_alone(tmp_path: Path) -> None:

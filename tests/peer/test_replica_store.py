@@ -400,6 +400,36 @@ async def test_a_damaged_byte_is_never_served(store: ReplicaStore, directory: Pa
     assert await store.verify(STAGE) == (1,)
 
 
+@pytest.mark.parametrize("how", ["other bytes", "cut", "unreadable"])
+async def test_blocks_that_are_sent_again_replace_what_went_bad(
+    store: ReplicaStore, directory: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    """They were taken for those that the manifest said were there: a copy that had been found bad was claimed again."""
+    data = content(3 * MIB + 17)
+    await put(store, data)
+    path = directory / f"{STAGE}.1.data"
+    if how == "other bytes":
+        fd = os.open(path, os.O_WRONLY)
+        os.pwrite(fd, b"garbled", MIB + 500)
+        os.close(fd)
+    elif how == "cut":
+        os.truncate(path, MIB + 500)
+    else:
+        read = replica_copy.read_exactly
+
+        def fails(fd: int, view: memoryview, offset: int) -> None:
+            if os.readlink(f"/proc/self/fd/{fd}") == str(path):
+                raise OSError(errno.EIO, "unreadable")
+            read(fd, view, offset)
+
+        monkeypatch.setattr(replica_copy, "read_exactly", fails)
+        with pytest.raises(OSError, match="unreadable"):
+            await put(store, data)
+    await put(store, data)
+    assert await store.read(STAGE, 0, len(data)) == data
+    assert await store.verify(STAGE) == ()
+
+
 async def test_the_identity_belongs_to_the_directory(store: ReplicaStore, tmp_path: Path) -> None:
     other = ReplicaStore.open_blocking(str(tmp_path / "other"))
     assert other.identity != store.identity

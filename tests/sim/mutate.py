@@ -1,4 +1,5 @@
-"""Checks of the checks: each mutation undoes one fix in a copy of the package, and its scene must fail.
+"""Checks of the checks: each mutation undoes one fix in a copy of the package, and its scene must fail; each planted
+fault must be seen by a scenario.
 
 Role: a program, run by hand: ``python tests/sim/mutate.py [WORD...]`` (of the scenes' names). Prints each mutation
 whose scene passes all the same, or whose text is not in the code any more. Concurrency: none.
@@ -91,6 +92,16 @@ MUTATIONS = {
         "pfs = None if again else",
         "pfs = None if True else",
     ),
+    "test_the_manifest_of_a_commit_file_says_what_was_overwritten_before_it_was_sent": (
+        "engine/replica_manifests.py",
+        "LATER if is_later else member.digest",
+        "member.digest",
+    ),
+    "test_a_removed_file_is_never_renamed_though_the_pfs_says_at_first_that_it_is_not_there": (
+        "engine/drain_names.py",
+        "(found is None or found.kind",
+        "(found is not None and found.kind",
+    ),
     "test_of_two_writers_one_wins_whole_and_the_other_is_told": (
         "core/publication.py",
         "before.gen != base_gen",
@@ -99,18 +110,63 @@ MUTATIONS = {
 }
 
 
+#: A fault of a kind that a scenario is to see -> (scenario, seeds, file, what stands there, what is to stand there).
+PLANTED = {
+    "spilled bytes are read unchecked": (
+        "disks", "0-39", "engine/files.py",
+        "return self.node.in_memory(vnode.stage)",
+        "return True",
+    ),
+    "a replica is committed without an fsync of its data": (
+        "disks", "0-39", "adapters/replica_copy.py",
+        "os.ftruncate(fd, size)\n            os.fsync(fd)",
+        "os.ftruncate(fd, size)",
+    ),
+    "what a damaged journal has forgotten is removed": (
+        "journal", "0-39", "engine/recover.py",
+        "(remove if generation is None and size else node.staging.remove)(stage)",
+        "node.staging.remove(stage)",
+    ),
+    "a mended journal lands its commit files": (
+        "journal", "5-5", "adapters/journal_file.py",
+        "if skipped:\n            _mend_commits(view)",
+        "pass",
+    ),
+    "what lies on the PFS is taken for what had landed there": (
+        "behind", "0-39", "core/landed.py",
+        "if (ino, size) != (self.ino, self.size):\n            return False",
+        "return True",
+    ),
+}  # fmt: skip
+
+
+def check_planted(scenario: str, seeds: str, file: str, there: str, fault: str) -> str:
+    """Why a planted fault is not noticed; empty when it is."""
+    with tempfile.TemporaryDirectory() as directory:
+        if why := _mutate(directory, file, there, fault):
+            return why
+        command = [sys.executable, str(ROOT / "tests/sim/sim_run.py"), "--scenario", scenario, "--seeds", seeds]
+        environment = {**os.environ, "PYTHONPATH": directory, "PYTHONHASHSEED": "0"}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=directory)
+    return "" if "SEED" in done.stdout else f"{seeds} of {scenario} end well"
+
+
+def _mutate(directory: str, file: str, there: str, before: str) -> str:
+    """Copy the package, with one text in the place of another; returns why that cannot be done."""
+    shutil.copytree(ROOT / "cachexfs", Path(directory, "cachexfs"), ignore=shutil.ignore_patterns("__pycache__"))
+    path = Path(directory, "cachexfs", file)
+    text = path.read_text()
+    path.write_text(text.replace(there, before, 1))
+    return "" if there in text else f"{file} has no {there!r}"
+
+
 def check(name: str, file: str, there: str, before: str) -> str:
     """Why a mutation is not noticed; empty when it is."""
     with tempfile.TemporaryDirectory() as directory:
-        shutil.copytree(ROOT / "cachexfs", Path(directory, "cachexfs"), ignore=shutil.ignore_patterns("__pycache__"))
-        path = Path(directory, "cachexfs", file)
-        text = path.read_text()
-        if there not in text:
-            return f"{file} has no {there!r}"
-        path.write_text(text.replace(there, before, 1))
-        scenes = [
-            str(ROOT / "tests/sim" / found) for found in ("test_found.py", "test_found_nodes.py", "test_stuck.py")
-        ]
+        if why := _mutate(directory, file, there, before):
+            return why
+        scenes = [str(path) for path in sorted((ROOT / "tests/sim").glob("test_found*.py"))]
+        scenes.append(str(ROOT / "tests/sim/test_stuck.py"))
         options = ["-q", "-x", "-p", "no:cacheprovider", "-c", str(ROOT / "pyproject.toml"), "-k", name]
         done = subprocess.run(
             [sys.executable, "-m", "pytest", *options, *scenes],
@@ -121,6 +177,12 @@ def check(name: str, file: str, there: str, before: str) -> str:
 
 def main() -> int:
     bad = 0
+    for name, planted in PLANTED.items():
+        if sys.argv[1:] and not any(word in name for word in sys.argv[1:]):
+            continue
+        why = check_planted(*planted)
+        bad += bool(why)
+        print(f"{name}: {why or 'noticed'}", flush=True)
     for name, mutation in MUTATIONS.items():
         if sys.argv[1:] and not any(word in name for word in sys.argv[1:]):
             continue

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import random
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import trio
 import trio.testing
@@ -17,7 +17,7 @@ from sim_catalogue import Link, Log
 from sim_check import Checkers, Saves, Violation
 from sim_client import Loss
 from sim_kernel import Kernel
-from sim_life import Life, SimClock
+from sim_life import Disk, Life, SimClock
 from sim_peers import NetFaults, SimPeers
 from sim_pfs import Faults, SimPfs
 from sim_store import Store
@@ -37,6 +37,7 @@ MIB = 1 << 20
 class Seat:
     """One node."""
 
+    disk: Disk | None = None
     planted = True  # without the catalogue a name that is not known cannot be told from one that is not there
     tight = False
 
@@ -93,7 +94,7 @@ class Seat:
         pfs.trace = self.trace
         life = Life(
             self.options, cluster.log, pfs, cluster.clock, self.random, after, self.link,
-            lambda name: SimPeers(cluster, name),
+            lambda name: SimPeers(cluster, name), self.disk,
         )  # fmt: skip
         life.node.choose_route = cluster.choose_route
         life.filesystem.kernel = self.kernel
@@ -127,6 +128,11 @@ class Seat:
 class Cluster:
     """Two to four nodes."""
 
+    events: Sequence[str] = ("kill", "kill", "cut", "faults", "away", "calm", "net", "part", "outage", "lose")
+    seat: type[Seat] = Seat
+    worker: type[Worker] = Worker
+    memory_bytes = 1024 * MIB
+
     def __init__(self, seed: int, directory: str, *, trace: bool = False, fsync: str = "") -> None:
         self.seed, self.random, self._traces = seed, random.Random(seed), trace
         rng = self.random
@@ -142,11 +148,12 @@ class Cluster:
         nodes = tuple(NodeAddress(name, "", 0) for name in names)
         fsync, workers = fsync or rng.choice(["partner", "returned", "pfs"]), rng.choice([1, 4])
         self.seats = [
-            Seat(
+            self.seat(
                 self,
                 name,
                 MountOptions(
-                    pfs="/pfs", mountpoint="/mnt", memory=1024 * MIB, staging=os.path.join(directory, name, "staging"),
+                    pfs="/pfs", mountpoint="/mnt", memory=self.memory_bytes,
+                    staging=os.path.join(directory, name, "staging"),
                     nvme=os.path.join(directory, name, "nvme"), nodes=nodes, node=name, job="sim", fsync=fsync,
                     drain_workers=workers,
                 ),
@@ -192,45 +199,52 @@ class Cluster:
                         self.log.append(tx.write)
 
     async def _suffer(self) -> None:
-        rng, faults, net = self.random, self.faults, self.net
+        rng = self.random
         for _ in range(rng.randrange(1, 10)):
             await trio.sleep(rng.choice([0.01, 0.1, 0.5, 2]) * rng.random())
-            event = rng.choice(["kill", "kill", "cut", "faults", "away", "calm", "net", "part", "outage", "lose"])
+            event = rng.choice(self.events)
             self.trace(event)
             self.trouble = self.trouble or event not in ("kill", "calm")
-            seat = rng.choice(self.seats)
-            if event == "kill":
-                await self._kill(seat)
-            elif event == "cut":
-                self.cuts += 1
-                self.store.power_cut(rng)
-                self.checkers.commit_last("a power cut")
-            elif event == "faults":
-                faults.error, faults.hang = rng.choice([0, 0.02, 0.1]), rng.choice([0, 0, 0.01])
-                faults.hide = rng.choice([0, 0, 0.05])
-            elif event == "away":
-                faults.away = True
-                await trio.sleep(rng.choice([1, 30, 100]))
-                faults.away = False
-            elif event == "net":
-                net.drop, net.slow = rng.choice([0, 0.1, 0.5]), rng.choice([0, 0, 0.05])
-            elif event == "part":
-                net.parted.add(frozenset(s.name for s in rng.sample(self.seats, 2)))
-            elif event == "lose":
-                await self._lose(seat)
-            elif event == "outage":
-                await self._outage(seat)
-            else:
-                faults.calm()
-                net.calm()
+            await self.happen(event, rng.choice(self.seats))
         await trio.sleep(rng.choice([0.1, 5]))
+
+    async def happen(self, event: str, seat: Seat) -> None:
+        """One of ``events``."""
+        rng, faults, net = self.random, self.faults, self.net
+        if event == "kill":
+            await self._kill(seat)
+        elif event == "cut":
+            self.cuts += 1
+            self.store.power_cut(rng)
+            self.checkers.commit_last("a power cut")
+        elif event == "faults":
+            faults.error, faults.hang = rng.choice([0, 0.02, 0.1]), rng.choice([0, 0, 0.01])
+            faults.hide = rng.choice([0, 0, 0.05])
+        elif event == "away":
+            faults.away = True
+            await trio.sleep(rng.choice([1, 30, 100]))
+            faults.away = False
+        elif event == "net":
+            net.drop, net.slow = rng.choice([0, 0.1, 0.5]), rng.choice([0, 0, 0.05])
+        elif event == "part":
+            net.parted.add(frozenset(s.name for s in rng.sample(self.seats, 2)))
+        elif event == "lose":
+            await self._lose(seat)
+        elif event == "outage":
+            await self._outage(seat)
+        else:
+            self.calm()
+
+    def calm(self) -> None:
+        """No more faults."""
+        self.faults.calm()
+        self.net.calm()
 
     async def _calm_late(self) -> None:
         """No network is parted for ever: who waits for what only the other side has goes on."""
         while True:
             await trio.sleep(CALM_EVERY_S)
-            self.faults.calm()
-            self.net.calm()
+            self.calm()
 
     async def _kill(self, seat: Seat) -> None:
         assert self._nursery is not None
@@ -253,9 +267,13 @@ class Cluster:
         nvme = self.random.random() < 0.5
         self.trace(f"{seat.name} LOST{' with its disk' if nvme else ''}")
         seat.forget(nvme=nvme)
+        self.power_gone(seat)
         await trio.sleep(self.random.choice([0.5, 8, 30]))
         await seat.born(self._nursery)
         seat.lost_s = max(seat.lost_s, trio.current_time() - seat.options.node_timeout_s)
+
+    def power_gone(self, seat: Seat) -> None:
+        """Of what its disk had, if that is still there, the seed may choose what is left."""
 
     def _what_is_there(self, witness: Life) -> Loss:
         witness.catalogue._catch_up()
@@ -295,7 +313,7 @@ class Cluster:
         async with trio.open_nursery() as self._nursery:
             for seat in self.seats:
                 await seat.born(self._nursery)
-            clients = [Worker(seat, b"c%d" % number) for number, seat in enumerate(self.seats[:3])]
+            clients = [self.worker(seat, b"c%d" % number) for number, seat in enumerate(self.seats[:3])]
             for client in clients:
                 await client.start()
             async with trio.open_nursery() as suffering:
@@ -326,8 +344,7 @@ class Cluster:
 
     async def _end(self, clients: list[Worker]) -> None:
         self.trace("CALM at the end")
-        self.faults.calm()
-        self.net.calm()
+        self.calm()
         lives = [await seat.life() for seat in self.seats]
         for client in clients:
             if client.world.loss is not None:  # its node was lost after its last step

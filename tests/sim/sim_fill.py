@@ -53,7 +53,10 @@ class Bound(trio.abc.Instrument):
     def after_task_step(self, task: trio.lowlevel.Task) -> None:
         """See ``trio.abc.Instrument``: an error here is only printed, so what is seen is kept for ``check``."""
         self.looks += 1
-        held = sum(entry.stat().st_blocks * 512 for entry in os.scandir(self._files))
+        try:
+            held = sum(entry.stat().st_blocks * 512 for entry in os.scandir(self._files))
+        except FileNotFoundError:
+            return  # its node is down, and has lost its memory
         self.peak_bytes = max(self.peak_bytes, held)
 
     def check(self) -> None:

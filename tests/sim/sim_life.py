@@ -163,6 +163,7 @@ class Life:
         self.supervised = False  # its death is not that of the mount
         self.open_files: Mapping[int, int] = {}
         self.resume: Callable[[Files], None] = lambda files: None
+        self.set_aside: Callable[[str], None] | None = None  # the catalogue may have forgotten what it knew
         self.others: Callable[[], Collection[int]] = tuple  # descriptors of staged files that are not the daemon's
         assert options.staging is not None
         self.staging = SimStaging(options.staging, options.memory, options.spill_directory if disk else None)
@@ -188,7 +189,7 @@ class Life:
             async with trio.open_nursery() as nursery:
                 self.nursery = nursery
                 await self._register()
-                await recover.adopt(self.node, self.parts.keeper, self.parts.files, self.open_files)
+                await recover.adopt(self.node, self.parts.keeper, self.parts.files, self.open_files, self.set_aside)
                 load(self.parts)
                 parts = self.parts
                 if self.store is not None:

@@ -58,6 +58,7 @@ class Run:
         self._life: Life | None = None
         self._alive = trio.Event()
         self._nursery: trio.Nursery | None = None
+        self.mended = False  # the catalogue has lost what it knew, or some of it
         self.cuts = 0
         self.kills = 0
 
@@ -99,16 +100,21 @@ class Run:
         life.filesystem.kernel = self.kernel
         if after is not None:
             life.open_files, life.resume = self.kernel.open_files(), self.kernel.resume
+        if self.mended:
+            life.set_aside = life.staging.set_aside
         await self._nursery.start(life.run)
         self._life = life
         self._alive.set()
+
+    def _is_supervised(self) -> bool:
+        return self.random.random() < 0.5
 
     async def _kill(self) -> None:
         """SIGKILL, then the next daemon on the same staging and catalogue."""
         life = await self.life()
         self._alive = trio.Event()
         self.kills += 1
-        supervised = self.random.random() < 0.5
+        supervised = self._is_supervised()
         self.trace(f"KILL{' under a supervisor' if supervised else ''}")
         life.kill(supervised=supervised)
         self.kernel.died(supervised=supervised)

@@ -100,7 +100,7 @@ class SimPeers:
         """See ``Peers``."""
         life = await self._way(node)
         assert life.store is not None
-        if life.staging.has(stage):
+        if life.node.staged(stage):
             fd = life.staging.open_file(stage)
             try:
                 found = os.pread(fd, length, offset)
@@ -134,7 +134,7 @@ class SimPeers:
 
 def _memory_manifest(life: Life, stage: str) -> bytes | None:
     """As the daemon computes it for what it has staged."""
-    if not life.staging.has(stage):
+    if not life.node.staged(stage):
         return None
     fid = int(stage.partition(".")[0], 16)
     content, inode = life.catalogue.view.generation(fid), life.catalogue.view.inode(fid)

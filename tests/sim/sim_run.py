@@ -19,9 +19,12 @@ from typing import TypeVar
 
 import trio
 import trio.testing
+from sim_behind import Behind
 from sim_check import Violation
 from sim_cluster import Cluster, Routes
+from sim_disks import Disks
 from sim_fill import Fill
+from sim_journal import Journal
 from sim_limit import Limits, limited, processor_limit
 from sim_one import Run
 from sim_recover import Recover
@@ -83,11 +86,20 @@ SCENARIOS: dict[str, Callable[..., Run | Cluster]] = {
     "cluster": Cluster,
     "routes": Routes,
     "recover": Recover,
+    "disks": Disks,
+    "journal": Journal,
+    "behind": Behind,
 }
 
 
-def simulate(seed: int, scenario: str = "one", *, trace: bool = False, limits: Limits = Limits()) -> None:  # noqa: B008
-    """One run. Raises ``Violation`` (or what the engine raised), with the seed in its notes."""
+def simulate(
+    seed: int,
+    scenario: str = "one",
+    *,
+    trace: bool = False,
+    limits: Limits = Limits(),  # noqa: B008
+) -> Run | Cluster:
+    """One run, which is returned. Raises ``Violation`` (or what the engine raised), with the seed in its notes."""
     directory = tempfile.mkdtemp(prefix="cachexfs-sim-", dir="/dev/shm" if os.path.isdir("/dev/shm") else None)
     try:
         with inline_threads(seed):
@@ -95,6 +107,7 @@ def simulate(seed: int, scenario: str = "one", *, trace: bool = False, limits: L
             clock = trio.testing.MockClock(autojump_threshold=0)
             with processor_limit(limits.processor_s):
                 trio.run(limited, run.main, limits, clock=clock)
+            return run
     except BaseException as error:
         error.add_note(f"simulation {scenario}, seed {seed}")
         raise

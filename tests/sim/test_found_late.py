@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import errno
+
 import trio
 from test_found import Scene, scene
 from test_found_nodes import _After
+
+from cachexfs.engine.pfs_interface import PfsStat
 
 
 @scene(fsync="returned")
@@ -28,3 +32,31 @@ async def test_attributes_that_hang_while_their_directory_is_renamed_do_not_come
     found = scene.store.find(b"e")
     assert found is not None
     assert found.attrs.mtime_ns == 2 * 10**18
+
+
+@scene(fsync="returned")
+async def test_a_removed_file_is_never_renamed_though_the_pfs_says_at_first_that_it_is_not_there(scene: Scene) -> None:
+    """A commit file was seen under its name for a moment, after files that it lists had been removed."""
+    await scene.write(b"m.tmp", b"old")
+    await scene.drained()
+    scene.faults.away = True
+    await scene.rename(b"m.tmp", b"m")
+    await scene.unlink(b"m")
+    pfs, denied, seen = scene.life.pfs, list[bytes](), list[str]()
+    stat = pfs.stat
+
+    async def denies(path: bytes, deadline_s: float) -> PfsStat:
+        if path == b"m.tmp" and not denied:
+            denied.append(path)
+            raise FileNotFoundError(errno.ENOENT, "a server is down")
+        return await stat(path, deadline_s)
+
+    def look(step: str) -> None:
+        seen.extend([step] if scene.store.find(b"m") is not None else [])
+
+    pfs.stat, pfs._looked = denies, look  # type: ignore[method-assign]
+    scene.faults.away = False
+    await scene.drained()
+    assert denied
+    assert seen == []
+    assert scene.store.find(b"m.tmp") is None

@@ -1,12 +1,15 @@
 """The engine from seeds: whatever dies and fails, the promises hold. More of it: ``make crashsim SEEDS=A-B``."""
 
 import tempfile
+from collections import Counter
 
 import pytest
 import trio
 import trio.testing
 from sim_check import Violation
+from sim_cluster import Cluster
 from sim_limit import Limits, limited, processor_limit
+from sim_one import Run
 from sim_run import SCENARIOS, first, inline_threads, simulate
 
 #: Seeds in the suite; a run of the cluster takes ten times as long as one of a node.
@@ -22,14 +25,16 @@ SEEDS = {
 FOUND = {
     "one": [1026, 1159, 3011, 19, 68, 85, 106, 109, 173, 201, 215],
     "cluster": [391, 1026, 36, 61, 74, 252, 258, 329],
-    "routes": [1312, 35, 59, 22041],
-    "fill": [22046],
+    "routes": [1312, 35, 59, 22041, 31048],
+    "recover": [31117],
+    "journal": [5],
+    "fill": [22046, 31007],
 }
 
 
-def run(seed: int, scenario: str) -> None:
+def run(seed: int, scenario: str) -> Run | Cluster:
     try:
-        simulate(seed, scenario)
+        return simulate(seed, scenario)
     except BaseException as group:
         raise AssertionError(f"make crashsim SEEDS={seed} ({scenario}): {first(group)}") from group
 
@@ -78,3 +83,23 @@ def test_a_run_that_does_not_end_says_what_waits(how: str) -> None:
     assert isinstance(found, Violation)
     assert "waits_for_ever" in str(found)
     assert "hang" in str(found)
+
+
+#: Scenario -> its seeds in the suite, and what these are to have seen at least once: else they show nothing.
+KINDS = {
+    "disks": (
+        range(20),
+        {"a power cut", "a replica", "a spilled file", "changed", "cut", "unreadable", "EIO of a read"},
+    ),
+    "journal": (range(16), {"tail", "middle", "zeros", "version", "contents in staging", "set aside"}),
+    "behind": (range(12), {"removed", "replaced", "written over", "a directory removed", "read as written"}),
+}
+
+
+@pytest.mark.parametrize("scenario", list(KINDS))
+def test_each_kind_of_fault_happens_and_no_promise_breaks(scenario: str) -> None:
+    seeds, kinds = KINDS[scenario]
+    seen: Counter[str] = Counter()
+    for seed in seeds:
+        seen += run(seed, scenario).counts  # type: ignore[union-attr]
+    assert kinds <= seen.keys()

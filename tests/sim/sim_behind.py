@@ -1,0 +1,150 @@
+"""Somebody works on the PFS behind the mount's back: removes files, directories, writes others in their place.
+
+Role: a scenario. As ``Run``; what was touched may be refused there from then on, or be shown as it was here. It is
+never shown with somebody else's bytes, and holds up nothing that has nothing to do with it.
+"""
+
+from __future__ import annotations
+
+import errno
+from collections import Counter
+
+import trio
+from sim_check import Violation
+from sim_client import Client
+from sim_life import SimFilesystem
+from sim_one import Run
+from sim_store import Ino
+from sim_work import Worker
+
+from cachexfs.core.order import ancestors, covers, paths_of
+from cachexfs.engine.pfs_interface import PfsAttrs
+from cachexfs.errors import FsError
+
+REST_S = 3000.0
+FOREIGN = b"somebody else's"
+
+
+class Careful(Worker):
+    """Does not look in the middle: what has gone with the PFS is an error, and known at the end."""
+
+    async def start(self) -> None:
+        """What was there before is known: what nobody has looked at yet, and is removed, was never there."""
+        await super().start()
+        await self.shown()
+
+    async def verify(self) -> None:
+        """See ``Client``."""
+
+    async def settle(self) -> None:
+        """What a step was comes out: a supervisor repeats it, and what could not be opened is not begun."""
+
+
+class Behind(Run):
+    """As ``Run``, with somebody else on the PFS."""
+
+    worker = Careful
+    events = ("kill", "calm", "away", "behind", "behind", "behind")
+
+    def __init__(self, seed: int, directory: str, *, trace: bool = False) -> None:
+        super().__init__(seed, directory, trace=trace)
+        self.counts: Counter[str] = Counter()
+        self.touched: set[bytes] = set()  # paths, and all below them
+        self._directories: set[int] = set()  # where that was, whatever their names are now
+        self.checkers.kept.excused = True
+        self.checkers.excused = self.is_touched
+
+    def is_touched(self, path: bytes) -> bool:
+        """Whether somebody else has touched a path, what is above it, or below."""
+        if any(covers(other, path) or covers(path, other) for other in self.touched):
+            return True
+        above = [self.store.find(directory) for directory in (path, *ancestors(path))]
+        return any(ino is not None and ino.number in self._directories for ino in above)
+
+    def _is_supervised(self) -> bool:
+        return True
+
+    async def happen(self, event: str) -> None:
+        if event == "behind":
+            self.trouble = True  # what was there before the mount, and is not any more, could not be looked at
+            self._touch()
+        else:
+            await super().happen(event)
+
+    def _touch(self) -> None:
+        """Somebody removes something or writes over it, and syncs it."""
+        rng, store = self.random, self.store
+        there = sorted(path for path in store.walk() if path.count(b"/") >= 1)
+        if not there:
+            return
+        path = rng.choice(there)
+        (parent, name), ino = store.parent(path), store.find(path)
+        assert ino is not None
+        how = rng.choice(["removed", "replaced", "written over"]) if ino.kind == "f" else "removed"
+        self.counts[how if ino.kind == "f" else "a directory removed" if ino.kind == "d" else "removed"] += 1
+        self.touched.add(path)
+        self._directories |= {parent.number, ino.number} if path.count(b"/") > 1 else {ino.number}
+        self.trace(f"BEHIND {how} {path!r}")
+        if how == "removed":
+            store.change((parent, name, None))
+        elif how == "replaced":
+            store.change((parent, name, self._foreign()))
+        else:
+            new = self._foreign()
+            ino.data, ino.attrs = new.data, new.attrs
+            store.sync_file(ino)
+        store.sync_directory(parent)
+
+    def _foreign(self) -> Ino:
+        now_ns = self.clock.now_ns()
+        made = self.store.make("f", PfsAttrs(0o644, 0, 0, now_ns, now_ns))
+        made.data = FOREIGN
+        self.store.sync_file(made)
+        return made
+
+    async def _end(self, clients: list[Worker]) -> None:
+        """What has nothing to do with it lands; what is shown is what was written, or an error."""
+        self.calm()
+        life = await self.life()
+        drainer = life.parts.drainer
+
+        def others() -> list[tuple[str, bytes, str]]:
+            return [
+                (op.kind, op.path, drainer.reason(key))
+                for key, op in drainer.in_progress()
+                if not any(self.is_touched(path) for path in [*paths_of(op), op.below or op.path])
+            ]
+
+        with trio.move_on_after(REST_S) as scope:
+            while others() or life.pfs.busy():  # noqa: ASYNC110
+                await trio.sleep(1)
+        if scope.cancelled_caught:
+            raise Violation(f"liveness: not on the PFS after {REST_S:.0f} s, though nobody touched it: {others()[:5]}")
+        for client in clients:
+            await self._look(client)
+        self.checkers.memory(life)
+
+    async def _look(self, client: Client) -> None:
+        """Every file of an application, as somebody else reads it."""
+        for path, node in sorted(client.tree.items()):
+            if node.kind != "f":
+                continue
+
+            async def read(fs: SimFilesystem, path: bytes = path) -> bytes:
+                attr = await client.locate(fs, path)
+                try:
+                    return await client._read(fs, attr)
+                except FsError as error:
+                    if error.errno in (errno.EIO, errno.ESTALE):
+                        return b""
+                    raise
+
+            outcome = await (await self.life()).call(read)
+            if outcome.errno == errno.ENOENT and path.endswith(b".metadata"):
+                self.counts["withheld"] += 1
+                continue  # a member of it is lost
+            if outcome.errno or (outcome.value != node.data and not self.is_touched(client.base + b"/" + path)):
+                raise Violation(f"{path!r} is {outcome.why or outcome.value!r:.80}, not {node.data[:24]!r}")
+            if outcome.value == FOREIGN:
+                raise Violation(f"{path!r} is shown with bytes that somebody else has written to the PFS")
+            self.counts["read as written" if outcome.value == node.data else "not readable"] += 1
