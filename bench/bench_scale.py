@@ -5,7 +5,8 @@
 Writes files of 4 KiB into directories of a thousand each, waits until all are on the PFS, then measures: resident
 memory of the daemon in MiB (staging is not mapped, so it does not count) before, while files are pending, and when
 all have landed; `ls -lR`; `status` and `latest`; the pause of a killed daemon; kill -9 of all and a mount that adopts
-all of it. The PFS is a directory on tmpfs unless ``--pfs`` names one: what is measured is the daemon, not a disk.
+all of it; the removal of all. The PFS is a directory on tmpfs unless ``--pfs`` names one: what is measured is the
+daemon, not a disk.
 """
 
 from __future__ import annotations
@@ -92,6 +93,11 @@ class Measured:
     def rate(self, what: str, began_s: float) -> None:
         self.report.absolute(what, "files/s", self.files / (time.perf_counter() - began_s))
 
+    def landed(self) -> None:
+        """Wait until nothing is pending."""
+        while self.cluster.status(0).pending_ops:
+            time.sleep(0.2)
+
     def listing(self, what: str) -> None:
         began = time.perf_counter()
         assert list_long(self.mount) == self.files
@@ -123,8 +129,7 @@ class Measured:
         began = time.perf_counter()
         write_files(mount, self.files)
         self.rate("create, 4 KiB, close", began)
-        while cluster.status(0).pending_ops:
-            time.sleep(0.2)
+        self.landed()
         self.rate("until all had landed", began)
         self.memory("all landed")
         self.memory("at most", "VmHWM")
@@ -146,6 +151,12 @@ class Measured:
         cluster.mount()
         self.listing("ls -lR, fresh mount of the PFS")
         self.memory("fresh mount")
+        began = time.perf_counter()
+        for directory in mount.iterdir():
+            shutil.rmtree(directory)
+        self.rate("rm -r", began)
+        self.landed()
+        self.rate("until the PFS had followed", began)
         cluster.umount()
 
 
