@@ -142,6 +142,15 @@ class Replica:
         """The entry ``name`` of directory ``parent``."""
         return self._children.get(parent, {}).get(name)
 
+    def find(self, directory: int, path: bytes) -> int | None:
+        """File id of a path relative to a directory."""
+        for name in path.split(b"/"):
+            entry = self.lookup(directory, name)
+            if entry is None:
+                return None
+            directory = entry.fid
+        return directory
+
     def children(self, parent: int) -> Mapping[bytes, Dirent]:
         """The entries of a directory, in order of creation."""
         return self._children.get(parent, {})

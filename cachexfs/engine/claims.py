@@ -186,9 +186,17 @@ class Claims:
         owner = inode.origin if inode is not None and inode.origin in live else next(iter(live), node.name)
         if owner != node.name or self.drainer.waits.order.pending_below(parent_of(path)):
             return
+        if inode is not None and not self._has_members(fid, inode):
+            return  # as while a checkpoint is removed: its commit file is not read after each member
         if await self.whole(fid):
             ctx = node.ctx()
             await node.catalogue.mutate(lambda tx: claims.restore(tx, ctx, fid))
+
+    def _has_members(self, fid: int, inode: Inode) -> bool:
+        """Whether the mount has every name that a commit file lists, as far as those are known."""
+        view, names = self.node.catalogue.view, self.node.catalogue.view.names_of(fid)
+        members = self.completeness.members_of(fid, inode.gen)
+        return not names or members is None or all(view.find(names[0][0], name) is not None for name in members)
 
     async def _checkpoint(self, fid: int) -> Checkpoint | None:
         """The checkpoint that a commit file claims, if it is one. Raises ``CannotTellError``."""

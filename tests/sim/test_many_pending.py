@@ -116,6 +116,29 @@ def test_an_operation_costs_the_same_however_much_is_pending(
     grow()
 
 
+@scene(fsync="returned")
+async def test_a_commit_file_is_not_read_after_each_member_that_is_removed(scene: Scene) -> None:
+    members = {b"%d" % number: b"x" for number in range(20)}
+    await scene.mkdir(b"s")
+    for name, data in members.items():
+        await scene.write(b"s/" + name, data)
+    await scene.write(b"s/.metadata", commit_file(1, members))
+    await scene.drained()
+    completeness, read = scene.life.parts.completeness, [0]
+    parse = completeness._parse
+
+    async def counted(tree: Any) -> Any:
+        read[0] += 1
+        return await parse(tree)
+
+    completeness._parse = counted  # type: ignore[method-assign]
+    for name in members:
+        await scene.unlink(b"s/" + name)
+        await trio.sleep(0.5)
+    assert scene.on_pfs(b"s/.metadata") is None
+    assert read[0] <= 2
+
+
 @scene(fsync="returned", memory=1 << 30)
 async def test_what_waits_for_a_pfs_that_is_away_has_no_task(scene: Scene) -> None:
     """Each took 10 KiB, and all of them tried again and again."""
