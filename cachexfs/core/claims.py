@@ -98,6 +98,13 @@ def release(tx: Tx, key: bytes) -> bool:
     return True
 
 
+def take_back(tx: Tx, key: bytes) -> None:
+    """A held withdrawal that is not needed does not happen."""
+    op = tx.read(key)
+    if isinstance(op, Op) and op.held:
+        tx.delete(key)
+
+
 def restore(tx: Tx, ctx: Ctx, fid: int) -> None:
     """A withdrawn commit file comes back after everything earlier in or below its directory, if it is whole then."""
     inode = tx.inode(fid)

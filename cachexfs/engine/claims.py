@@ -162,6 +162,20 @@ class Claims:
         checkpoint = await self._checkpoint(op.fid)
         if checkpoint is not None and checkpoint.restartable is not None and claims.all_ready(order, key):
             await self._release(key, restored=op.fid)
+        elif self._is_needless(key, op):
+            await self.node.catalogue.mutate(lambda tx: claims.take_back(tx, key))
+
+    def _is_needless(self, key: bytes, op: Op) -> bool:
+        """Whether by now it is known that the commit file lists nothing of what has changed."""
+        inode = self.node.catalogue.view.inode(op.fid)
+        gens = {inode.gen, inode.pfs.gen} if inode is not None and inode.pfs is not None else set[int]()
+        listed = [self.node.members(op.fid, gen) for gen in gens]
+        if not gens or any(names is None for names in listed):
+            return False
+        own, names = op.path, set[bytes]().union(*(names for names in listed if names is not None))
+        later = (path for _, o in self.drainer.waits.order.after(key, parent_of(own)) for path in paths_of(o))
+        beside = (path for path in later if parent_of(path) == parent_of(own))
+        return not any(path == own or path.rpartition(b"/")[2] in names for path in beside)
 
     async def _wait_for_next(self, key: bytes, path: bytes) -> None:
         """Savers remove the old commit file and then rename the new one into its place: both in one go."""

@@ -249,3 +249,18 @@ async def test_a_comeback_whose_answer_died_with_the_daemon_is_recognised(scene:
     await trio.sleep(30)
     assert scene.on_pfs(INDEX, synced=True) == _index("a.safetensors")
     assert await scene.stage(INDEX) == "pfs"
+
+
+@scene()
+async def test_what_a_commit_file_does_not_list_lands_though_nobody_had_read_that_when_it_changed(scene: Scene) -> None:
+    """The next daemon publishes what the dead one had: before it has read any commit file."""
+    await scene.mkdir(b"s")
+    await scene.write(b"s/.metadata", b"somebody else's")
+    await scene.write(b"s/log", b"begin")
+    await scene.drained()
+    handle = await scene.fs.open(await scene.ino(b"s/log"), os.O_WRONLY)
+    await scene.fs.write(handle, 0, b"begin, end")
+    await scene.killed()
+    await scene.drained()
+    assert scene.on_pfs(b"s/log") == b"begin, end"
+    assert scene.on_pfs(b"s/.metadata") == b"somebody else's"
