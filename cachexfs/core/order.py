@@ -10,6 +10,8 @@ path and the directories above it, however many operations are pending.
 - A rename or rmdir waits for earlier changes below its paths.
 - A commit operation waits for all earlier changes in or below its directory, a pointer also for those at or
   below its target.
+- A removal waits for all files that were written before it, wherever they are: what rotates its checkpoints removes the
+  last but one once the last one is written, and the PFS is to have one of them at every moment.
 - Everything in or below a directory waits for an earlier change of a ``*-unfinished`` name in it, and for an
   earlier removal, renaming or withdrawal of a commit file in it that lists members.
 
@@ -28,6 +30,7 @@ from cachexfs.core.records import Op, OpKind
 
 Seq = tuple[int, bytes]  # (creation revision, key): the order of visibility
 GONE_MIN = 64
+_REMOVALS = (OpKind.UNLINK, OpKind.WITHDRAW)
 
 
 def parent_of(path: bytes) -> bytes:
@@ -58,6 +61,11 @@ def _takes_claim(op: Op) -> bool:
     if op.kind == OpKind.WITHDRAW:
         return True
     return op.kind in (OpKind.UNLINK, OpKind.RENAME) and lists_members(op.path.rpartition(b"/")[2])
+
+
+def waits_for_others(op: Op) -> bool:
+    """Whether an operation waits for changes of other paths."""
+    return op.commit or op.kind in _REMOVALS
 
 
 class Passing(Protocol):
@@ -121,6 +129,7 @@ class PendingOrder:
         self._ops: dict[bytes, tuple[Seq, Op]] = {}
         self._at: dict[bytes, _Queue] = {}
         self._under: dict[bytes, _Queue] = {}
+        self._files: dict[bytes, _Queue] = {}  # under the root: all files that are to land
         self._first: dict[bytes, _Queue] = {}  # of a directory: what comes before anything later in or below it
         self._awaited: dict[bytes, _Queue] = {}  # what a commit operation waits for -> these
         self._listing: dict[bytes, _Queue] = {}  # directory -> what lands a commit file that lists members there
@@ -176,10 +185,12 @@ class PendingOrder:
                 last = self._last_of((self._under, path), before=seq)
             if last is not None:
                 return last
-        return self._commit_blocker(seq, op, passing) if op.commit else None
+        return self._commit_blocker(seq, op, passing) if waits_for_others(op) else None
 
     def _commit_blocker(self, seq: Seq, op: Op, passing: Passing | None) -> bytes | None:
-        places = [(self._under, op.below)]
+        places = [(self._under, op.below)] if op.commit else []
+        if op.kind in _REMOVALS:
+            places.append((self._files, b""))
         if op.target is not None:
             places += [(self._under, op.target), (self._at, op.target)]
         for table, path in places:
@@ -301,7 +312,7 @@ class PendingOrder:
     def _places(self, op: Op) -> list[tuple[dict[bytes, _Queue], bytes]]:
         if op.kind == OpKind.DIRATTR:
             return []
-        places: list[tuple[dict[bytes, _Queue], bytes]] = []
+        places = [(self._files, b"")] if op.kind == OpKind.PUT else []
         for path in paths_of(op):
             places.append((self._at, path))
             places += [(self._under, directory) for directory in ancestors(path)]

@@ -8,9 +8,9 @@ does not land for a reason that more waiting does not take away:
 - what the PFS has refused repeatedly (parked),
 - what waits for one of these; a file only once it is ready under a hidden name.
 
-Commit operations elsewhere pass what is stuck. A commit file passes nothing that it names, and a pointer nothing at or
-below its target: so none lands over a lost, parked or unready file. What must keep its order because of its path never
-passes.
+Commit operations elsewhere, and removals, pass what is stuck. A commit file passes nothing that it names, and a pointer
+nothing at or below its target: so none lands over a lost, parked or unready file. What must keep its order because of
+its path never passes.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable
 
 from cachexfs.core.commitfiles import is_commit_name, is_pointer_name
-from cachexfs.core.order import PendingOrder, Seq, covers, lands_at, lists_members, paths_of
+from cachexfs.core.order import PendingOrder, Seq, covers, lands_at, lists_members, paths_of, waits_for_others
 from cachexfs.core.records import Op, OpKind
 
 #: Names relative to its directory that a commit file, here the operation that lands it, lists; None: not known.
@@ -87,7 +87,7 @@ class Waits:
     def blocker(self, key: bytes) -> bytes | None:
         """Key of an operation that must land before ``key``; None when it may land now (but see ``stuck``)."""
         op = self.order.op(key)
-        if op is None or not op.commit or not self._stuck:
+        if op is None or not waits_for_others(op) or not self._stuck:
             return self.order.blocker(key)
         return self.order.blocker(key, _Passing(self, op, self._hints.setdefault(key, {})))
 

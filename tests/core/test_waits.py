@@ -103,7 +103,10 @@ def test_a_commit_file_of_unknown_members_passes_nothing_beside_it(queue: Queue)
 
 def test_a_removal_passes_a_file_that_the_pfs_has_no_room_for(queue: Queue) -> None:
     full = queue.add(OpKind.PUT, b"d/new", size=1, parked="ENOSPC")
-    removal = queue.add(OpKind.UNLINK, b"d/old", commit=True, below=b"d")
-    assert queue.waits.blocker(removal) is None
+    for directory in (b"d", b"elsewhere"):
+        withdrawal = queue.add(OpKind.WITHDRAW, directory + b"/.metadata")
+        assert queue.waits.blocker(withdrawal) is None
+        queue.waits.remove(withdrawal)
+        assert queue.waits.blocker(queue.add(OpKind.UNLINK, directory + b"/old", commit=True, below=directory)) is None
     again = queue.add(OpKind.UNLINK, b"d/new", commit=True, below=b"d")
     assert queue.waits.blocker(again) == full

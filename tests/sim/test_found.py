@@ -481,6 +481,29 @@ async def test_a_member_lands_after_its_commit_file_has_left(scene: Scene) -> No
 
 
 @scene()
+async def test_a_rotation_leaves_a_whole_checkpoint_on_the_pfs_at_every_step(scene: Scene) -> None:
+    await _checkpoint(scene)
+    seen: list[tuple[bool, bool]] = []
+
+    def before(step: str) -> None:
+        names = ((b"s/m", b"s/.metadata"), (b"t/m", b"t/.metadata"))
+        seen.append(tuple(all(scene.on_pfs(name) for name in pair) for pair in names))  # type: ignore[arg-type]
+
+    scene.before = before
+    scene.faults.away = True
+    await scene.mkdir(b"t")
+    await scene.write(b"t/m", b"two")
+    await scene.write(b"t/.metadata", b"\x80\x04names m")
+    for name in (b"s/.metadata", b"s/m"):
+        await scene.unlink(name)
+    scene.faults.away = False
+    await scene.drained()
+    assert (True, False) in seen
+    assert (False, False) not in seen
+    assert scene.on_pfs(b"s/m") is None
+
+
+@scene()
 async def test_a_withdrawal_whose_answer_died_with_the_daemon_is_recognised(scene: Scene) -> None:
     await _checkpoint(scene)
     fail_once(scene, "sync directory")
