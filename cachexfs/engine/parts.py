@@ -19,6 +19,7 @@ from cachexfs.engine.hold import Keeper
 from cachexfs.engine.interfaces import FormatReader
 from cachexfs.engine.losses import Losses
 from cachexfs.engine.node import Node
+from cachexfs.engine.outrun import Outrun
 from cachexfs.engine.pfs_import import Importer
 from cachexfs.engine.reclaim import Reclaim
 from cachexfs.engine.recover import Takeover
@@ -66,7 +67,7 @@ def assemble(node: Node, formats: FormatReader | None = None) -> Parts:
     files.publishing.on_released = drainer.released
     files.on_orphan_closed = keeper.check
     node.requests.is_held = files.is_held
-    for part in (keeper, replicator, drainer, claims, losses, takeover, denied, reclaim):
+    for part in (keeper, replicator, drainer, claims, losses, takeover, denied, reclaim, Outrun(node)):
         node.catalogue.listen(part.notice)
     return Parts(
         node, files, source, replicator, drainer, keeper, Importer(node, source), completeness,

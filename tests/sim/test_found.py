@@ -493,7 +493,7 @@ async def test_a_rotation_leaves_a_whole_checkpoint_on_the_pfs_at_every_step(sce
     scene.faults.away = True
     await scene.mkdir(b"t")
     await scene.write(b"t/m", b"two")
-    await scene.write(b"t/.metadata", b"\x80\x04names m")
+    await scene.write(b"t/.metadata", NAMES)
     for name in (b"s/.metadata", b"s/m"):
         await scene.unlink(name)
     scene.faults.away = False

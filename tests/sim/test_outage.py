@@ -13,6 +13,7 @@ from test_found import Scene, scene
 from cachexfs.core.records import Op
 from cachexfs.engine.drain import LANDS_BY_ITSELF
 from cachexfs.engine.health import HUNG_S, SLOW_S, pfs_health
+from cachexfs.engine.outrun import IN_A_ROW
 from cachexfs.errors import CatalogueUnavailableError, FsError
 
 FILES = 40
@@ -129,3 +130,33 @@ async def test_a_call_that_is_out_for_seconds_shows_before_its_deadline(
         assert pfs.state == "ok"  # nothing is decided by it
     finally:
         type(pfs).waiting = kept  # type: ignore[misc]
+
+
+@scene()
+async def test_checkpoints_that_are_all_removed_before_they_land_are_named(scene: Scene) -> None:
+    """Each of them was safe on a node, and none was on the PFS, which nothing had said."""
+    errors = scene.life.parts.node.errors
+
+    async def save(step: int) -> None:
+        await scene.mkdir(b"s%d" % step)
+        await scene.write(b"s%d/m" % step, b"m")
+        await scene.write(b"s%d/.metadata" % step, b"\x80\x04names m")
+
+    async def remove(step: int) -> None:
+        for name in (b"m", b".metadata"):
+            await scene.unlink(b"s%d/%s" % (step, name))
+
+    scene.faults.away = True
+    await save(0)
+    for step in range(IN_A_ROW):
+        assert "outrun" not in errors
+        await save(step + 1)
+        await remove(step)
+    assert "checkpoints were removed or replaced before they were on the PFS" in errors["outrun"]
+    await save(99)
+    scene.faults.away = False
+    await scene.drained()
+    assert "outrun" not in errors
+    await remove(99)
+    await scene.drained()
+    assert "outrun" not in errors
