@@ -87,7 +87,7 @@ class Waits:
     def blocker(self, key: bytes) -> bytes | None:
         """Key of an operation that must land before ``key``; None when it may land now (but see ``stuck``)."""
         op = self.order.op(key)
-        if op is None or not waits_for_others(op) or not self._stuck:
+        if op is None or not waits_for_others(op) or not (self._stuck or key in self._hints):
             return self.order.blocker(key)
         return self.order.blocker(key, _Passing(self, op, self._hints.setdefault(key, {})))
 

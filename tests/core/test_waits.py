@@ -101,6 +101,16 @@ def test_a_commit_file_of_unknown_members_passes_nothing_beside_it(queue: Queue)
     assert queue.waits.blocker(queue.commit(b"t/.metadata")) is None
 
 
+def test_what_has_passed_a_stuck_file_does_not_wait_for_it_when_nothing_is_stuck_any_more(queue: Queue) -> None:
+    """It was told that it may land, then that it may not: and nobody told it when that file had landed."""
+    refused = queue.add(OpKind.PUT, b"d/new", size=1, parked="EACCES")
+    removal = queue.add(OpKind.UNLINK, b"d/old", commit=True, below=b"d")
+    assert queue.waits.blocker(removal) is None
+    queue.change(refused, parked="")
+    assert queue.waits.blocker(removal) is None
+    assert removal not in queue.waits.remove(refused)
+
+
 def test_a_removal_passes_a_file_that_the_pfs_has_no_room_for(queue: Queue) -> None:
     full = queue.add(OpKind.PUT, b"d/new", size=1, parked="ENOSPC")
     for directory in (b"d", b"elsewhere"):
