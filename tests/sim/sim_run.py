@@ -31,6 +31,7 @@ from sim_recover import Recover
 
 T = TypeVar("T")
 SLOW_S = 20.0
+MEMORY = "/dev/shm" if os.path.isdir("/dev/shm") else None  # a disk counts more blocks than pages
 
 
 class _Wait(BaseException):
@@ -100,7 +101,7 @@ def simulate(
     limits: Limits = Limits(),  # noqa: B008
 ) -> Run | Cluster:
     """One run, which is returned. Raises ``Violation`` (or what the engine raised), with the seed in its notes."""
-    directory = tempfile.mkdtemp(prefix="cachexfs-sim-", dir="/dev/shm" if os.path.isdir("/dev/shm") else None)
+    directory = tempfile.mkdtemp(prefix="cachexfs-sim-", dir=MEMORY)
     try:
         with inline_threads(seed):
             run = SCENARIOS[scenario](seed, directory, trace=trace)

@@ -10,7 +10,7 @@ from sim_check import Violation
 from sim_cluster import Cluster
 from sim_limit import Limits, limited, processor_limit
 from sim_one import Run
-from sim_run import SCENARIOS, first, inline_threads, simulate
+from sim_run import MEMORY, SCENARIOS, first, inline_threads, simulate
 
 #: Seeds in the suite; a run of the cluster takes ten times as long as one of a node.
 SEEDS = {
@@ -56,7 +56,7 @@ def test_a_seed_that_found_something(scenario: str, seed: int) -> None:
 def test_a_seed_gives_the_same_run_again(scenario: str) -> None:
     seen = []
     for _ in range(2):
-        with tempfile.TemporaryDirectory() as directory, inline_threads(7):
+        with tempfile.TemporaryDirectory(dir=MEMORY) as directory, inline_threads(7):
             again = SCENARIOS[scenario](7, directory)
             trio.run(again.main, clock=trio.testing.MockClock(autojump_threshold=0))
             seen.append([change.key for revision in again.log.revisions for change in revision])
