@@ -10,8 +10,8 @@ path and the directories above it, however many operations are pending.
 - A rename or rmdir waits for earlier changes below its paths.
 - A commit operation waits for all earlier changes in or below its directory, a pointer also for those at or
   below its target.
-- A removal waits for all files that were written before it, wherever they are: what rotates its checkpoints removes the
-  last but one once the last one is written, and the PFS is to have one of them at every moment.
+- A removal waits for all that was written, renamed or linked before it, wherever that is: what rotates its checkpoints
+  removes the last but one once the last one is written, and the PFS is to have one of them at every moment.
 - Everything in or below a directory waits for an earlier change of a ``*-unfinished`` name in it, and for an
   earlier removal, renaming or withdrawal of a commit file in it that lists members.
 
@@ -31,6 +31,7 @@ from cachexfs.core.records import Op, OpKind
 Seq = tuple[int, bytes]  # (creation revision, key): the order of visibility
 GONE_MIN = 64
 _REMOVALS = (OpKind.UNLINK, OpKind.WITHDRAW)
+_MAKES = (OpKind.PUT, OpKind.RENAME, OpKind.LINK, OpKind.SYMLINK, OpKind.RESTORE)
 
 
 def parent_of(path: bytes) -> bytes:
@@ -129,7 +130,7 @@ class PendingOrder:
         self._ops: dict[bytes, tuple[Seq, Op]] = {}
         self._at: dict[bytes, _Queue] = {}
         self._under: dict[bytes, _Queue] = {}
-        self._files: dict[bytes, _Queue] = {}  # under the root: all files that are to land
+        self._made: dict[bytes, _Queue] = {}  # under the root: what brings files or gives them their names
         self._first: dict[bytes, _Queue] = {}  # of a directory: what comes before anything later in or below it
         self._awaited: dict[bytes, _Queue] = {}  # what a commit operation waits for -> these
         self._listing: dict[bytes, _Queue] = {}  # directory -> what lands a commit file that lists members there
@@ -190,7 +191,7 @@ class PendingOrder:
     def _commit_blocker(self, seq: Seq, op: Op, passing: Passing | None) -> bytes | None:
         places = [(self._under, op.below)] if op.commit else []
         if op.kind in _REMOVALS:
-            places.append((self._files, b""))
+            places.append((self._made, b""))
         if op.target is not None:
             places += [(self._under, op.target), (self._at, op.target)]
         for table, path in places:
@@ -312,7 +313,7 @@ class PendingOrder:
     def _places(self, op: Op) -> list[tuple[dict[bytes, _Queue], bytes]]:
         if op.kind == OpKind.DIRATTR:
             return []
-        places = [(self._files, b"")] if op.kind == OpKind.PUT else []
+        places = [(self._made, b"")] if op.kind in _MAKES else []
         for path in paths_of(op):
             places.append((self._at, path))
             places += [(self._under, directory) for directory in ancestors(path)]

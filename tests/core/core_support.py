@@ -173,7 +173,8 @@ def must_wait(later: Op, earlier: Op) -> bool:
             first = is_unfinished_marker(name) or (leaves and other == earlier.path)
             if first and path != above and covers(above, path):
                 return True
-    if later.kind in (OpKind.UNLINK, OpKind.WITHDRAW) and earlier.kind == OpKind.PUT:
+    makes = (OpKind.PUT, OpKind.RENAME, OpKind.LINK, OpKind.SYMLINK, OpKind.RESTORE)
+    if later.kind in (OpKind.UNLINK, OpKind.WITHDRAW) and earlier.kind in makes:
         return True
     if later.commit:
         if any(covers(later.below, other) and other != later.below for other in theirs):

@@ -158,15 +158,18 @@ def test_a_commit_file_waits_for_all_in_and_below_its_directory_only() -> None:
     assert not waits(commit, put(b"step-1/a"))
 
 
-def test_a_removal_waits_for_files_written_before_it_wherever_they_are() -> None:
+def test_a_removal_waits_for_what_was_written_or_renamed_before_it_wherever_it_is() -> None:
     order = PendingOrder()
-    order.add(b"p/1", 1, Op(OpKind.PUT, b"run/step-2/__0_0.distcp", "n0"))
+    order.add(b"p/0", 1, Op(OpKind.PUT, b"run/step-2/.metadata.tmp", "n0"))
+    order.add(b"p/1", 1, Op(OpKind.RENAME, b"run/step-2/.metadata.tmp", "n0", path2=b"run/step-2/.metadata"))
     order.add(b"p/2", 2, Op(OpKind.MKDIR, b"run/step-3", "n0"))
     order.add(b"p/3", 3, Op(OpKind.WITHDRAW, b"run/step-1/.metadata", "n1"))
     order.add(b"p/4", 4, Op(OpKind.UNLINK, b"old/x.pt", "n1", commit=True, below=b"old"))
     order.add(b"p/5", 5, Op(OpKind.PUT, b"run/step-3/__0_0.distcp", "n0"))
     assert [order.blocker(b"p/%d" % number) for number in (3, 4, 5)] == [b"p/1", b"p/1", b"p/2"]
     order.remove(b"p/1")
+    assert [order.blocker(b"p/%d" % number) for number in (3, 4)] == [b"p/0", b"p/0"]
+    order.remove(b"p/0")
     assert [order.blocker(b"p/%d" % number) for number in (3, 4)] == [None, None]
 
 
