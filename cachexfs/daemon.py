@@ -137,8 +137,11 @@ class Daemon:
             # A file that readers have open as it was and a writer as it is has two numbers: the writer's goes on.
             open_ones = sorted(handles, key=lambda handle: handle.flags & os.O_ACCMODE != os.O_RDONLY)
             open_files = {h.node // FID_STEP * FID_STEP: h.node for h in open_ones if not h.is_dir}
-            await recover.adopt(node, parts.keeper, parts.files, open_files, self._set_aside())
+            set_aside = self._set_aside()
+            await recover.adopt(node, parts.keeper, parts.files, open_files, set_aside)
             load(parts)
+            if set_aside is not None:
+                services.start_soon(parts.reader.copies.look_at_all)
             self._say_whose_staging(is_confirmed=False)
             for task in self._tasks(node, parts):
                 services.start_soon(task)

@@ -83,9 +83,25 @@ def _mend_names(view: Replica) -> None:
         if name is not None:
             changes = [Change(dirent_key(*name), encode_record(Dirent(fid, inode.kind)), view.revision, view.revision)]
         else:
-            keys = [inode_key(fid), generation_key(fid), times_key(fid), *(key for key, _ in ops)]
-            changes = [Change(key, None, 0, view.revision) for key in keys]
+            changes = _without(view, fid)
         view.apply(view.revision, changes)
+    _mend_paths(view)
+
+
+def _mend_paths(view: Replica) -> None:
+    """A name below a directory that nothing leads to is no name: its file is forgotten if it has no other."""
+    for fid, _ in list(view.inodes()):
+        names = view.names_of(fid)
+        nowhere = [(parent, name) for parent, name in names if view.path(parent) is None]
+        changes = [Change(dirent_key(*name), None, 0, view.revision) for name in nowhere]
+        if nowhere and len(nowhere) == len(names):
+            changes += _without(view, fid)
+        view.apply(view.revision, changes)
+
+
+def _without(view: Replica, fid: int) -> list[Change]:
+    keys = [inode_key(fid), generation_key(fid), times_key(fid), *(key for key, _ in view.ops_of(fid))]
+    return [Change(key, None, 0, view.revision) for key in keys]
 
 
 def _mend_commits(view: Replica) -> None:

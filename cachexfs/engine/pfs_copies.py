@@ -26,6 +26,8 @@ from cachexfs.errors import CacheXError
 log = logging.getLogger(__name__)
 
 DEADLINE_S = 20.0
+LOOK_FILES = 64  # of one call
+LOOK_AGAIN_S = 10.0  # after the PFS has not answered
 AGAIN_S = 60.0  # a file that was found changed is not read through again before
 GONE = "somebody has removed it from the PFS"
 CHANGED = "somebody has changed it on the PFS: 'cachexfs status --refresh' takes in what is there now"
@@ -63,6 +65,26 @@ class PfsCopies:
             if not isinstance(row, int) and await self._is_there(fid, path, inode, row):
                 found.add(fid)
         return found
+
+    async def look_at_all(self) -> None:
+        """The catalogue has lost its last changes, which the PFS has seen: what it has of all that is claimed there.
+
+        Returns once it has answered; about a file of which changes are pending, when these have landed.
+        """
+        node, left = self.node, list[int]()
+        for fid, inode in node.catalogue.view.inodes():
+            if inode.kind == "f" and node.was_landed(inode):
+                left.append(fid)
+        while left:
+            asked, found = left[:LOOK_FILES], None
+            try:
+                found = await self.there(asked)
+            except CacheXError as error:
+                log.debug("what the PFS has is not noted yet: %s", error)
+            again = [fid for fid in asked if found is None or node.catalogue.view.ops_of(fid)]
+            left = [*left[LOOK_FILES:], *again]
+            if again:
+                await trio.sleep(LOOK_AGAIN_S)
 
     async def _is_there(self, fid: int, path: bytes, inode: Inode, found: PfsStat | None) -> bool:
         if found is None:

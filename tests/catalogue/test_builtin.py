@@ -22,7 +22,18 @@ from catalogue_support import adder, inode, namer, remover, running, size_of
 from cachexfs.adapters.catalogue_builtin import BuiltinCatalogue
 from cachexfs.adapters.journal_file import JOURNAL_NAME, mend
 from cachexfs.core.journal import HEADER_BYTES, MAGIC, VERSION, whole_frames
-from cachexfs.core.records import FID_STEP, ROOT_FID, AnyRecord, Op, OpKind, dirent_key, inode_key, op_key
+from cachexfs.core.records import (
+    FID_STEP,
+    ROOT_FID,
+    AnyRecord,
+    Dirent,
+    Inode,
+    Op,
+    OpKind,
+    dirent_key,
+    inode_key,
+    op_key,
+)
 from cachexfs.core.replica import Replica
 from cachexfs.errors import CorruptError, FsError, UsageError
 
@@ -302,6 +313,25 @@ async def test_a_commit_file_whose_members_a_mended_journal_may_have_forgotten_i
     with opened(tmp_path) as catalogue:
         left = {key: op.cancelled for key, op, _ in catalogue.view.ops()}
     assert left == {op_key("2"): True, op_key("3"): False}
+
+
+async def test_mending_forgets_names_below_a_directory_that_is_forgotten(tmp_path: Path) -> None:
+    """They led nowhere, and the next daemon ended at the first such file that it had staged."""
+    directory, file = 6 * FID_STEP, 7 * FID_STEP
+    with opened(tmp_path) as catalogue:
+        await catalogue.mutate(lambda tx: tx.put(dirent_key(ROOT_FID, b"d"), Dirent(directory, "d")))
+        end = catalogue._length
+        await catalogue.mutate(lambda tx: tx.put(inode_key(ROOT_FID), Inode("d", 0o755, 0, 0, 1, 1, 1)))
+        await catalogue.mutate(lambda tx: tx.put(inode_key(directory), Inode("d", 0o755, 0, 0, 1, 1, 1)))
+        await catalogue.mutate(namer(directory, b"f", file))
+        await catalogue.mutate(adder(file))
+    with (tmp_path / JOURNAL_NAME).open("r+b") as out:
+        out.seek(end - 1)
+        out.write(b"?")
+    assert mend(tmp_path) == (4, 1)
+    with opened(tmp_path) as catalogue:
+        assert [fid for fid, _ in catalogue.view.inodes()] == [ROOT_FID]
+        assert catalogue.view.names_of(file) == []
 
 
 async def test_mending_a_whole_journal_changes_nothing_and_one_in_use_is_left_alone(tmp_path: Path) -> None:

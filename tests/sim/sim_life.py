@@ -209,6 +209,8 @@ class Life:
                     nursery.start_soon(parts.files.passing.watch)
                     nursery.start_soon(parts.files.follow_maps)
                 nursery.start_soon(recover.verify, self.node)
+                if self.set_aside is not None:
+                    nursery.start_soon(parts.reader.copies.look_at_all)
                 await trio.sleep(self.node.random.choice([0, 0.001]))
                 self.resume(self.parts.files)
                 task_status.started()
