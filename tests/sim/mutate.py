@@ -132,11 +132,6 @@ PLANTED = {
         "if skipped:\n            _mend_commits(view)",
         "pass",
     ),
-    "what lies on the PFS is taken for what had landed there": (
-        "behind", "0-39", "core/landed.py",
-        "if (ino, size) != (self.ino, self.size):\n            return False",
-        "return True",
-    ),
 }  # fmt: skip
 
 
