@@ -41,10 +41,8 @@ SOURCES_MAX = 10_000  # files whose reads are told apart; the oldest are forgott
 PFS_DEADLINE_S = 15.0
 PFS_LOOKS = 2
 PEER_DEADLINE_S = 15.0
-ASK_AGAIN_S, HOLDER_PATIENCE_S = (
-    0.25,
-    30.0,
-)  # of holders that are live and do not answer; a dead daemon's lease ends sooner
+ASK_AGAIN_S = 0.25
+HOLDER_PATIENCE_S = 30.0  # with holders that are live and do not answer; a dead daemon's lease ends sooner
 
 BlockKey = tuple[int, int, int]  # (file id, generation, block index)
 
