@@ -68,15 +68,21 @@ class DrainFiles:
             await trio.sleep_forever()
 
     def notice(self, changes: Applied) -> None:
-        """Catalogue listener: files that are gone, contents that have landed."""
+        """Catalogue listener: files that are gone, with their last pending content, and contents that have landed."""
         for key, old, new in changes:
-            if not isinstance(old, Inode) or self._nursery is None or int(key[2:], 16) not in self._made:
+            if isinstance(old, Op) and new is None and old.kind == OpKind.PUT:
+                fid = old.fid
+            elif isinstance(old, Inode):
+                fid = int(key[2:], 16)
+            else:
                 continue
-            if new is None:
-                self._nursery.start_soon(self._forget_file, int(key[2:], 16), _GEN_MAX)
-            elif isinstance(new, Inode) and new.pfs is not None and (old.pfs is None or old.pfs.gen < new.pfs.gen):
+            if self._nursery is None or fid not in self._made:
+                continue
+            if not self.node.catalogue.view.has_inode(fid):
+                self._nursery.start_soon(self._forget_file, fid, _GEN_MAX)
+            elif isinstance(old, Inode) and isinstance(new, Inode) and _has_landed(old, new):
                 # Perhaps another node has landed it.
-                self._nursery.start_soon(self._forget_file, int(key[2:], 16), new.pfs.gen)
+                self._nursery.start_soon(self._forget_file, fid, _landed_gen(new))
 
     # ---- ready
     async def prepare(self, op: Op, inode: Inode | None, tree: bytes = b"") -> None:
@@ -311,11 +317,20 @@ class DrainFiles:
         inode = view.inode(record.fid)
         if record.store != self.node.staging.store or hidden in self._made.get(record.fid, ()):
             return
-        landed = inode.pfs.gen if inode is not None and inode.pfs is not None else 0
-        if record.gen <= (_GEN_MAX if inode is None else landed) and hidden not in self._to_land(record.fid):
+        if record.gen <= (_GEN_MAX if inode is None else _landed_gen(inode)) and hidden not in self._to_land(
+            record.fid
+        ):
             await self.discard(record.fid, hidden)  # noted only if it stays: a failure is tried again
         else:
             self._made.setdefault(record.fid, {})[hidden] = record.gen
+
+
+def _landed_gen(inode: Inode | None) -> int:
+    return inode.pfs.gen if inode is not None and inode.pfs is not None else 0
+
+
+def _has_landed(old: Inode, new: Inode) -> bool:
+    return new.pfs is not None and (old.pfs is None or old.pfs.gen < new.pfs.gen)
 
 
 def _file_at(path: str) -> int:

@@ -60,3 +60,21 @@ async def test_a_removed_file_is_never_renamed_though_the_pfs_says_at_first_that
     assert denied
     assert seen == []
     assert scene.store.find(b"m.tmp") is None
+
+
+@scene(memory=1 << 30)
+async def test_what_an_fsync_had_prepared_for_two_contents_of_one_removed_file_goes(scene: Scene) -> None:
+    """Both contents, of one staged file, were given up at one moment: each left the prepared file to the other."""
+    opened = await scene.passed(b"a")
+    for data in (b"first.", b"second"):
+        scene.kernel.write(opened, 0, data)
+        await scene.fs.flush(opened.handle)  # a duplicate is closed
+    scene.kernel.write(opened, 0, b"second")
+    await scene.fs.fsync(opened.handle)
+    assert scene.left()
+    await scene.unlink(b"a")
+    scene.kernel.closed(opened)
+    await scene.fs.release(opened.handle)
+    await scene.drained()
+    await trio.sleep(20)
+    assert scene.left() == []
