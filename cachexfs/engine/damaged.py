@@ -31,7 +31,7 @@ async def check_stage(node: Node, stage: str) -> bool:
     if content is None or content.stage != stage:
         return True
     while (path := node.local_path(stage, content.size)) is not None:
-        if not content.tree or await is_whole(node, path, content):
+        if await is_whole(node, path, content.size, content.tree):
             node.unverified.discard(stage)
             return True
         await drop(node, fid, content, path)
@@ -40,15 +40,21 @@ async def check_stage(node: Node, stage: str) -> bool:
     return False
 
 
-async def is_whole(node: Node, path: str, content: Generation) -> bool:
-    """Whether a file of this node is a content. An error of the disk that it lies on says that it is not."""
+async def is_whole(node: Node, path: str, size: int, tree: bytes) -> bool:
+    """Whether a file of this node has a content's bytes. An error of the disk that it lies on says that it has not.
+
+    ``tree``: their digest; empty, where that is not known: then whether its disk can read it is all that is asked.
+    """
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:
         return False
     try:
-        return (await node.digests(fd, content.size))[1] == content.tree
-    except (CorruptError, OSError) as error:
+        return (await node.digests(fd, size))[1] == tree or not tree
+    except CorruptError as error:  # it is shorter: a writer that the kernel serves may cut what has no digest yet
+        log.warning("%s: %s", path, error)
+        return not tree
+    except OSError as error:
         log.warning("%s: %s", path, error)
         return False
     finally:

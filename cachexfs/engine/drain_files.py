@@ -22,7 +22,7 @@ from cachexfs.core.landed import same_time
 from cachexfs.core.records import Generation, Inode, Op, OpKind, PfsCopy
 from cachexfs.core.replica import Applied
 from cachexfs.core.transaction import Tx
-from cachexfs.engine.damaged import check_stage
+from cachexfs.engine.damaged import check_stage, is_whole
 from cachexfs.engine.drain_errors import RETRY_FIRST_S, RETRY_MAX_S, Progress
 from cachexfs.engine.node import Node
 from cachexfs.engine.pfs_interface import Pfs, PfsAttrs, PfsStat
@@ -98,8 +98,8 @@ class DrainFiles:
             return
         self._fsynced.pop(op.hidden, None)
         source, size = self._source(op, content)
-        if source is not None and size and not await self._is_good(op, content, source):
-            raise FsError(errno.EIO, f"the bytes on node {self.node.name} are damaged: their digest is wrong")
+        if source is not None and size and not await self._is_good(op, content, source, size):
+            raise FsError(errno.EIO, f"the bytes on node {self.node.name} are damaged, or their disk cannot read them")
         source, size = self._source(op, content)  # that one, if another copy here was found damaged
         if source is None:
             await check_stage(self.node, op.stage)
@@ -122,29 +122,25 @@ class DrainFiles:
         self._made.setdefault(op.fid, {})[op.hidden] = op.gen  # also if another node has landed that meanwhile
         self.progress.landed_bytes += op.size
 
-    async def _is_good(self, op: Op, content: Generation | None, source: str) -> bool:
+    async def _is_good(self, op: Op, content: Generation | None, source: str, size: int) -> bool:
         """Whether the bytes of a PUT are what was published; not asked of those in memory that this daemon has written.
 
-        Of an earlier content than the current one no other copy is known: damaged, it counts as gone from now on.
+        Of an earlier content than the current one no other copy is known: damaged, or on a disk that cannot read it, it
+        counts as gone from now on.
         """
         node = self.node
         if op.stage not in node.unverified and node.in_memory(op.stage):
             return True
         if content is not None and content.gen <= op.gen:
             return await check_stage(node, op.stage)
-        if not op.tree or source != node.local_path(op.stage, op.size):
-            return True  # a writer that the kernel served may have changed it since, and its digest never told
-        fd = os.open(source, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            good = (await node.digests(fd, op.size))[1] == op.tree
-        finally:
-            os.close(fd)
-        if not good:
-            log.error("%s: %r, generation %d, is damaged", op.stage, op.path, op.gen)
-            self._damaged.add((op.hidden, op.gen))
-            if content is not None and content.stage == op.stage and content.tree and await check_stage(node, op.stage):
-                self._overwritten.add((op.hidden, op.gen))  # in the same file, by what all copies have now
-        return good
+        exact = source == node.local_path(op.stage, op.size)  # else a writer that the kernel served has changed it since
+        if await is_whole(node, source, size, op.tree if exact else b""):
+            return True
+        log.error("%s: %r, generation %d, is damaged", op.stage, op.path, op.gen)
+        self._damaged.add((op.hidden, op.gen))
+        if content is not None and content.stage == op.stage and content.tree and await check_stage(node, op.stage):
+            self._overwritten.add((op.hidden, op.gen))  # in the same file, by what all copies have now
+        return False
 
     def overwritten(self, op: Op) -> bool:
         """Whether what a PUT was to land was overwritten, in place, by the content that all copies have now."""

@@ -125,7 +125,7 @@ class Reclaim:
             path = self.node.staging.path(content.stage) if memory else self.node.held_path(content.stage, content.size)
             if path is None:
                 return
-            if not await is_whole(self.node, path, content):
+            if not await is_whole(self.node, path, content.size, content.tree):
                 self.node.damaged.add((content.stage, copy.store))
                 log.error("%s: the copy here, which nobody had recorded, is damaged", content.stage)
                 continue

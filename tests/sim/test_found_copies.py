@@ -16,8 +16,9 @@ import trio.testing
 import xxhash
 from sim_check import PAGE_SLACK_BYTES, commit_file
 from sim_fill import SimDisk, slow_disk
+from sim_nvme import Nvme
 from sim_run import inline_threads
-from test_found import Scene
+from test_found import Scene, _overwrite
 from test_found_nodes import DIRECTORY, FILE, Pair, play
 from test_spill import spilled
 
@@ -196,6 +197,22 @@ async def test_what_nvme_has_changed_of_a_spilled_file_does_not_get_into_what_a_
     scene.faults.away = False
     await trio.sleep(100)
     assert scene.on_pfs(b"a") is None
+
+
+@spilling
+async def test_what_nvme_cannot_read_of_what_was_overwritten_holds_nothing_up(scene: Scene) -> None:
+    """A commit file had named it, so it was to land first: each attempt got EIO, and the next content waited for ever."""
+    (stage,) = spilled(scene)
+    await scene.write(b".metadata", commit_file(1, {b"a": DATA}))
+    await _overwrite(scene, b"a", b"new")
+    nvme = Nvme(os.path.dirname(scene.life.staging.path(stage)), scene.random)
+    nvme.unreadable.add(os.stat(scene.life.staging.path(stage)).st_ino)
+    with nvme.installed():
+        scene.faults.away = False
+        await trio.sleep(300)
+    assert scene.on_pfs(b"a") == b"new"
+    assert scene.on_pfs(b".metadata") is None  # it is of other bytes
+    assert scene.life.parts.drainer.is_idle()
 
 
 def test_two_writers_that_copy_what_was_published_share_no_room() -> None:
