@@ -58,8 +58,10 @@ def withdraw_commits(
         listed = [ctx.members_of(entry.fid, gen) for gen in gens]
         if not any(members is None or name in members for members in listed):
             continue
-        if not inode.stale:
-            tx.put(inode_key(entry.fid), msgspec.structs.replace(inode, stale=True))
+        named = not name.startswith(b".") or any(members is not None and name in members for members in listed)
+        mixed = inode.mixed or (named and _is_newer(tx, parent, name, entry.fid))  # a copy's hidden name is no member
+        if (inode.stale, inode.mixed) != (True, mixed):
+            tx.put(inode_key(entry.fid), msgspec.structs.replace(inode, stale=True, mixed=mixed))
         claimed = claimed or landing
         for key, op in tx.ops_of(entry.fid) if torn else ():
             if op.kind in _LANDS and lands_at(op) == path:
@@ -70,6 +72,15 @@ def withdraw_commits(
         elif pending and not hold:
             release(tx, pending)
     return claimed
+
+
+def _is_newer(tx: Tx, parent: int, name: bytes, commit: int) -> bool:
+    """Whether what a member's name leads to was published after a commit file (file id), before it changes now."""
+    member = tx.view.lookup(parent, name)
+    content = tx.view.generation(member.fid) if member is not None else None
+    if member is None or content is None or content.open:
+        return False  # created just now: its bytes are still to come
+    return tx.view.published_at(member.fid) > tx.view.published_at(commit)
 
 
 def tear(tx: Tx, key: bytes, claimants: Collection[bytes], *, keep_name: bool = False) -> None:

@@ -78,6 +78,7 @@ def publish(tx: Tx, ctx: Ctx, fid: int, base_gen: int, content: Content) -> Gene
         error="",
         route=content.route,
         stale=False,
+        mixed=False,
     )
     tx.put(inode_key(fid), new)
     generation = Generation(

@@ -107,6 +107,7 @@ class Inode(Record, frozen=True, tag="i"):
     stale: bool = (
         False  # a commit file that lists its members: one of them has been replaced or removed since it was written
     )
+    mixed: bool = False  # a stale commit file: so has one that had been written after it already
 
 
 class Generation(Record, frozen=True, tag="g"):

@@ -232,14 +232,17 @@ class Completeness:
     def _is_copy(self, tree: dict[bytes, tuple[int, Inode]], members: Collection[bytes], commit: bytes) -> bool:
         """Whether a copy over an older checkpoint that kept mtimes has brought the commit file ahead of all members.
 
-        Then all came after it, were dated back, and to before it. A save, and a copy that was interrupted, leave a
-        member that is written later, or that has been there all the time.
+        Then each came after it, once, and all, itself too, were dated back: the members to before it. A save does not
+        date its commit file back; a copy that was interrupted leaves a member that has been there all the time; what
+        has been replaced again since may be of any save, whatever its date.
         """
         latest_ns = tree[commit][1].mtime_ns
+        if tree[commit][1].mixed or not _is_dated_back(tree[commit][1]):
+            return False
+        records = [(name, tree[name][1]) for name in members]
         return all(
-            self._is_newer(tree, name, commit)
-            and tree[name][1].mtime_ns <= min(latest_ns, tree[name][1].ctime_ns - DATED_BACK_NS)
-            for name in members
+            self._is_newer(tree, name, commit) and inode.mtime_ns <= latest_ns and _is_dated_back(inode)
+            for name, inode in records
         )
 
     def _why_lost(self, fid: int, inode: Inode) -> str:
@@ -435,6 +438,11 @@ class _Bridge:
         if vnode is not None and not vnode.dirty and vnode.content == content:
             return await self._files.read(vnode, offset, length)
         return await self._reader.read(fid, content, offset, length)
+
+
+def _is_dated_back(inode: Inode) -> bool:
+    """Whether an mtime is older than the publication, by either clock: a later chmod or rename moves only ctime."""
+    return inode.mtime_ns <= min(inode.ctime_ns, int(inode.t_returned_s * 1e9)) - DATED_BACK_NS
 
 
 def _names_in(members: Members | str) -> int:

@@ -201,7 +201,7 @@ async def test_what_nvme_has_changed_of_a_spilled_file_does_not_get_into_what_a_
 
 @spilling
 async def test_what_nvme_cannot_read_of_what_was_overwritten_holds_nothing_up(scene: Scene) -> None:
-    """A commit file had named it, so it was to land first: each attempt got EIO, and the next content waited for ever."""
+    """A commit file had named it, so it was to land first: it got EIO for ever, and the next content waited."""
     (stage,) = spilled(scene)
     await scene.write(b".metadata", commit_file(1, {b"a": DATA}))
     await _overwrite(scene, b"a", b"new")

@@ -264,3 +264,64 @@ async def test_what_a_commit_file_does_not_list_lands_though_nobody_had_read_tha
     await scene.drained()
     assert scene.on_pfs(b"s/log") == b"begin, end"
     assert scene.on_pfs(b"s/.metadata") == b"somebody else's"
+
+
+# ---- files that are dated back
+async def _bring(scene: Scene, name: bytes, data: bytes, mtime_s: int) -> None:
+    """As rsync does: a hidden name first, the mtime kept, renamed over what is there."""
+    hidden = b"s/." + name + b".ABCDEF"
+    await scene.write(hidden, data)
+    await scene.fs.setattr(await scene.ino(hidden), None, mtime_ns=mtime_s * 10**9)
+    await scene.rename(hidden, b"s/" + name)
+
+
+async def _copy(scene: Scene) -> None:
+    """Over the old checkpoint, in the order of names."""
+    await _bring(scene, b".metadata", commit_file(2, NEW), 1001)
+    for name, data in NEW.items():
+        await _bring(scene, name, data, 1000)
+
+
+async def _restartable(scene: Scene) -> str:
+    return (await scene.life.parts.attributes.of(await scene.ino(b"s")))["restartable"]
+
+
+@scene()
+async def test_a_copy_that_keeps_mtimes_lands_though_its_commit_file_comes_first(scene: Scene) -> None:
+    await _old(scene)
+    await _copy(scene)
+    await trio.sleep(30)
+    assert _seen(scene) == NEW_SEEN
+    assert await _restartable(scene) == "pfs"
+
+
+@scene()
+async def test_a_commit_file_does_not_come_back_beside_a_member_that_was_overwritten_and_dated_back(
+    scene: Scene,
+) -> None:
+    """It passed for a copy that had kept mtimes, though nobody had dated the commit file back."""
+    await scene.mkdir(b"s")
+    await _save(scene, {b"m": b"one"}, 1)
+    await scene.drained()
+    seen: list[bytes | None] = []
+    scene.before = lambda step: seen.append(scene.on_pfs(b"s/.metadata") if scene.on_pfs(b"s/m") == b"two" else None)
+    await _overwrite(scene, b"s/m", b"two")
+    await scene.fs.setattr(await scene.ino(b"s/m"), None, mtime_ns=10**9)
+    await trio.sleep(60)
+    assert await _restartable(scene) == "no"
+    await scene.write(b"x", b"the steps go on")
+    await trio.sleep(30)
+    assert set(seen) == {None}
+
+
+@scene()
+async def test_a_file_of_another_save_that_is_brought_over_a_copy_is_no_part_of_it(scene: Scene) -> None:
+    """All members were newer than the commit file already, and all were dated back."""
+    await _old(scene)
+    await _copy(scene)
+    await trio.sleep(30)
+    assert await _restartable(scene) == "pfs"
+    await _bring(scene, b"m", b"old", 999)
+    await trio.sleep(60)
+    assert await _restartable(scene) == "no"
+    assert scene.on_pfs(b"s/m") == b"two" or scene.on_pfs(b"s/.metadata") is None
