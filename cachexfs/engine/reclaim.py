@@ -135,7 +135,8 @@ class Reclaim:
             log.warning("%s is not lost: this node has a whole copy of which nobody knew", content.stage)
 
     async def _publish(self, fid: int, lost: Generation, held: Manifest, copy: Copy) -> None:
-        path, ctx = self.node.local_path(held.stage, held.size), self.node.ctx()
+        replicas, ctx = self.node.replicas, self.node.ctx()
+        path = replicas.path(held.stage, held.size) if replicas is not None else None
         if path is None:
             return
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -146,6 +147,7 @@ class Reclaim:
         if tree != held.tree:
             log.error("%s: the copy here, which nobody had recorded, is damaged", held.stage)
             return
+        self.node.damaged.discard((held.stage, copy.store))  # a reader of the lost content may have found it bad
         content = Content(held.size, digest, tree, held.stage, (copy,), held.mtime_ns)
 
         def publish(tx: Tx) -> None:

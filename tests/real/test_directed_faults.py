@@ -114,7 +114,7 @@ if "cachexfs.daemon" in sys.orig_argv:
     from pathlib import Path
     found, orders = Path.rglob, Path(os.environ["SLOW_END"])
     def rglob(self, pattern):
-        if sys._getframe(1).f_code.co_name == "_remove_tree":
+        if sys._getframe(1).f_code.co_name == "remove_tree":
             (orders / "ending").touch()
             while (orders / "hold").exists():
                 time.sleep(0.005)
