@@ -250,16 +250,15 @@ def pfs_copy_found(tx: Tx, ctx: Ctx, fid: int, gen: int, same: Callable[[PfsCopy
     return True
 
 
-def pfs_copy_changed(tx: Tx, fid: int, before: PfsCopy, error: str, *, fall: bool) -> None:
-    """The PFS has another file where a content had landed (``before``). ``fall``: it counts as missing there. It is not
-    copied there again: that file is somebody's."""
+def pfs_copy_changed(tx: Tx, fid: int, before: PfsCopy, error: str) -> None:
+    """The PFS has another file where a content had landed (``before``): that counts as missing there, and is lost where
+    nobody else has it. It is not copied there again: that file is somebody's."""
     inode = tx.inode(fid)
     if inode is None or inode.pfs != before or inode.writing or tx.has_ops(fid):
         return
-    new = msgspec.structs.replace(inode, error=error)
-    if fall:
-        new = msgspec.structs.replace(new, pfs=msgspec.structs.replace(before, missing=True), t_pfs_s=0.0)
-    tx.put(inode_key(fid), new)
+    there = msgspec.structs.replace(before, missing=True)
+    if (inode.pfs, inode.error) != (there, error):
+        tx.put(inode_key(fid), msgspec.structs.replace(inode, pfs=there, t_pfs_s=0.0, error=error))
 
 
 def note_pfs_copy(tx: Tx, fid: int, before: PfsCopy, after: PfsCopy) -> None:

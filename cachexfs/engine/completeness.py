@@ -248,7 +248,9 @@ class Completeness:
     def _why_lost(self, fid: int, inode: Inode) -> str:
         dead = [c.node for c in inode.copies if not self.node.valid(c)]
         state = self.node.pfs.state if self.node.pfs is not None else "offline"
-        on_pfs = f"its copy on the PFS {UNREADABLE_NOW} ({state})" if self.node.on_pfs(fid, inode) else "not on the PFS"
+        there = inode.error if inode.pfs is not None and inode.pfs.missing else ""
+        on_pfs = f"its copy on the PFS {UNREADABLE_NOW} ({state})" if self.node.on_pfs(fid, inode) else ""
+        on_pfs = on_pfs or there or "not on the PFS"
         direct = " (route 'direct': no partner had it)" if inode.route == DIRECT and self.node.replica_count else ""
         return f"no live copy: held by {', '.join(dead) or 'nobody'}; {on_pfs}{direct}"
 

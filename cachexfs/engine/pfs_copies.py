@@ -2,8 +2,8 @@
 
 Role: nothing tells this mount when somebody removes or replaces a file on the PFS. So who is about to rest on such a
 copy asks here: eviction and retention before the last other copy goes, reading when it meets another file. A copy
-that is gone is made again from those that are left; one that was replaced is not claimed any more where there are
-others, and is never read: ``status --refresh`` takes in what lies there.
+that is gone is made again from those that are left; one that was replaced is not claimed any more, nor read, so the
+content is lost where nobody else has it: ``status --refresh`` takes in what lies there.
 
 Concurrency: any number of callers. A verdict comes only after a barrier, and takes effect only if the record is then
 still the one that was asked about.
@@ -14,11 +14,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
+import msgspec
 import trio
 
 from cachexfs.core import publication
 from cachexfs.core.landed import Landed
-from cachexfs.core.records import Inode, PfsCopy
+from cachexfs.core.records import Inode
+from cachexfs.core.transaction import Tx
 from cachexfs.engine.node import Node
 from cachexfs.engine.pfs_interface import PfsStat
 from cachexfs.errors import CacheXError
@@ -118,17 +120,21 @@ class PfsCopies:
         inode, path = view.inode(fid), view.path(fid)
         if inode is None or path is None or asked.pfs is None or (inode.gen, inode.pfs) != (asked.gen, asked.pfs):
             return False
-        if inode.writing or view.has_ops(fid) or not node.on_pfs(fid, inode):
+        if inode.writing or view.has_ops(fid) or view.is_moving(fid) or asked.pfs.gen != inode.gen or asked.pfs.hidden:
             return False
         now_s, key = trio.current_time(), (fid, inode.gen)
         if now_s - self._looked_s.get(key, -AGAIN_S) < AGAIN_S:
             return False
-        found = await self._same_bytes(fid, path)
+        found, before, ctx = await self._same_bytes(fid, path), asked.pfs, node.ctx()
         if isinstance(found, PfsStat):
-            there = PfsCopy(inode.gen, asked.pfs.time_s, found.ino, found.size, found.mtime_ns)
+            there = msgspec.structs.replace(before, ino=found.ino, size=found.size, mtime_ns=found.mtime_ns)
+
+            def note(tx: Tx) -> None:
+                publication.note_pfs_copy(tx, fid, before, there)
+                publication.pfs_copy_found(tx, ctx, fid, there.gen, lambda copy: copy == there)
+
             log.warning("somebody has touched %r on the PFS: its bytes are the same", path)
-            before = asked.pfs
-            await node.catalogue.mutate(lambda tx: publication.note_pfs_copy(tx, fid, before, there))
+            await node.catalogue.mutate(note)
             return True
         if found is not False:
             return False
@@ -136,8 +142,7 @@ class PfsCopies:
         while len(self._looked_s) > 1000:
             del self._looked_s[next(iter(self._looked_s))]
         log.error("%r: %s", path, CHANGED)
-        before, fall = asked.pfs, bool(node.holders(inode))
-        await node.catalogue.mutate(lambda tx: publication.pfs_copy_changed(tx, fid, before, CHANGED, fall=fall))
+        await node.catalogue.mutate(lambda tx: publication.pfs_copy_changed(tx, fid, before, CHANGED))
         return False
 
     async def _same_bytes(self, fid: int, path: bytes) -> PfsStat | bool | None:

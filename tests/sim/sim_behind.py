@@ -18,6 +18,7 @@ from sim_store import Ino
 from sim_work import Worker
 
 from cachexfs.core.order import ancestors, covers, paths_of
+from cachexfs.core.records import ROOT_FID
 from cachexfs.engine.pfs_interface import PfsAttrs
 from cachexfs.errors import FsError
 
@@ -148,3 +149,15 @@ class Behind(Run):
             if outcome.value == FOREIGN:
                 raise Violation(f"{path!r} is shown with bytes that somebody else has written to the PFS")
             self.counts["read as written" if outcome.value == node.data else "not readable"] += 1
+            if outcome.value != node.data:
+                await self._check_stage(client.base + b"/" + path)
+
+    async def _check_stage(self, path: bytes) -> None:
+        """What has turned out not to be readable is not called ``pfs``."""
+        life = await self.life()
+        view = life.catalogue.view
+        fid = view.find(ROOT_FID, path)
+        stage = (await life.parts.attributes.of(fid)).get("stage") if fid is not None else None
+        if fid is not None and stage == "pfs" and not view.has_ops(fid):
+            raise Violation(f"claim: {path!r} is called pfs, and cannot be read")
+        self.counts["not readable, and said so"] += 1

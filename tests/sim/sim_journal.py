@@ -23,11 +23,9 @@ from cachexfs.adapters.catalogue_builtin import BuiltinCatalogue
 from cachexfs.adapters.journal_file import JOURNAL_NAME, MENDED_NAME, mend, write_snapshot
 from cachexfs.core import journal
 from cachexfs.core.journal import HEADER_BYTES, MAGIC, VERSION, Mutation
-from cachexfs.core.order import covers
 from cachexfs.core.records import Generation
 from cachexfs.core.replica import Change, Replica
 from cachexfs.core.stages import parse_stage
-from cachexfs.engine.pfs_copies import CHANGED
 from cachexfs.errors import CorruptError, UsageError
 
 REST_S = 1500.0
@@ -81,9 +79,6 @@ class Journal(Run):
             left = [(op.kind, op.path, life.parts.drainer.reason(k)) for k, op in life.parts.drainer.in_progress()]
             raise Violation(f"liveness: not on the PFS after {REST_S:.0f} s: {left[:5]}")
         await trio.sleep(60)
-        state = self.log.state
-        told = [state.path(fid) for fid, inode in state.inodes() if inode.error == CHANGED]
-        self.checkers.excused = lambda path: any(covers(path, other) for other in told if other is not None)
         await self.checkers.claims(life)
         self.checkers.memory(life)
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 import trio
+from sim_check import commit_file
 from test_found import Scene, scene
 from test_refresh import _names, _put, _refresh
 
@@ -118,9 +119,45 @@ async def test_what_somebody_has_changed_on_the_pfs_is_an_error_and_not_read(sce
         await scene.read(b"a")
     assert caught.value.errno == errno.EIO
     assert "status --refresh" in await _error(scene, b"a")
+    assert await scene.stage(b"a") == "lost"  # it went on saying "pfs" of bytes that nobody had
+    (why,) = [why for path, _, why in scene.life.parts.losses.errors() if path == b"a"]
+    assert "status --refresh" in why
     assert (await _refresh(scene)).changed == [b"a"]
     assert await scene.read(b"a") == _data(b"x")
-    assert await _error(scene, b"a") == ""
+    assert (await scene.stage(b"a"), await _error(scene, b"a")) == ("pfs", "")
+
+
+@scene(**SMALL)
+async def test_what_somebody_had_changed_on_the_pfs_and_put_back_counts_again(scene: Scene) -> None:
+    await _landed(scene, b"a", b"b")
+    _rewrite(scene, b"a", _data(b"x"))
+    with pytest.raises(FsError):
+        await scene.read(b"a")
+    assert await scene.stage(b"a") == "lost"
+    _rewrite(scene, b"a", _data(b"a"), 6)
+    await trio.sleep(100)  # it is not read through at once again
+    assert await scene.read(b"a") == _data(b"a")
+    assert (await scene.stage(b"a"), await _error(scene, b"a")) == ("pfs", "")
+
+
+@scene(**SMALL)
+async def test_a_commit_file_is_hidden_while_somebody_elses_file_lies_under_a_name_that_it_lists(scene: Scene) -> None:
+    """``restartable`` said ``pfs``, and reading it gave EIO."""
+    await scene.mkdir(b"s")
+    await scene.write(b"s/a", _data(b"a"))
+    await scene.write(b"s/.metadata", commit_file(1, {b"a": _data(b"a")}))
+    await scene.drained()
+    await _landed(scene, b"b")
+    assert await _holders(scene, b"s/a") == "pfs"
+    _rewrite(scene, b"s/a", _data(b"x"))
+    with pytest.raises(FsError):
+        await scene.read(b"s/a")
+    shown = await scene.life.parts.attributes.of(await scene.ino(b"s"))
+    assert shown["restartable"] == "no"
+    assert "status --refresh" in shown["missing"]
+    assert [name for name, _ in await scene.fs.names(await scene.ino(b"s"))] == [b"a"]
+    assert (await _refresh(scene)).changed == [b"s/a"]
+    await scene.ino(b"s/.metadata")
 
 
 @scene()
