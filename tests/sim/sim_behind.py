@@ -37,6 +37,10 @@ class Careful(Worker):
     async def verify(self) -> None:
         """See ``Client``."""
 
+    def gone(self) -> tuple[int, ...]:
+        """Whatever the memory, all may have been evicted."""
+        return (*super().gone(), errno.ESTALE)
+
     async def settle(self) -> None:
         """What a step was comes out: a supervisor repeats it, and what could not be opened is not begun."""
 
@@ -52,12 +56,15 @@ class Behind(Run):
         self.counts: Counter[str] = Counter()
         self.touched: set[bytes] = set()  # paths, and all below them
         self._directories: set[int] = set()  # where that was, whatever their names are now
+        self._fids: set[int] = set()  # files of the mount that landed there
         self.checkers.kept.excused = True
         self.checkers.excused = self.is_touched
 
     def is_touched(self, path: bytes) -> bool:
         """Whether somebody else has touched a path, what is above it, or below."""
         if any(covers(other, path) or covers(path, other) for other in self.touched):
+            return True
+        if self.log.state.find(ROOT_FID, path) in self._fids:
             return True
         above = [self.store.find(directory) for directory in (path, *ancestors(path))]
         return any(ino is not None and ino.number in self._directories for ino in above)
@@ -68,9 +75,21 @@ class Behind(Run):
     async def happen(self, event: str) -> None:
         if event == "behind":
             self.trouble = True  # what was there before the mount, and is not any more, could not be looked at
+            if self.random.random() < 0.7:
+                await self._evict()
             self._touch()
         else:
             await super().happen(event)
+
+    async def _evict(self) -> None:
+        """All that is on the PFS, and that it says it has, leaves memory: it is to be somebody's last copy."""
+        life = await self.life()
+        eviction = life.parts.keeper.eviction
+        await eviction.asked(life.staging.limit_bytes)
+        if not life.dead:
+            before = life.staging.used_bytes
+            eviction.make_room(life.staging.limit_bytes)
+            self.counts["evicted"] += life.staging.used_bytes < before
 
     def _touch(self) -> None:
         """Somebody removes something or writes over it, and syncs it."""
@@ -84,6 +103,9 @@ class Behind(Run):
         how = rng.choice(["removed", "replaced", "written over"]) if ino.kind == "f" else "removed"
         self.counts[how if ino.kind == "f" else "a directory removed" if ino.kind == "d" else "removed"] += 1
         self.touched.add(path)
+        numbers = {other.number for found, other in store.walk().items() if covers(path, found)}
+        files = self.log.state.inodes()
+        self._fids |= {fid for fid, inode in files if inode.pfs is not None and inode.pfs.ino in numbers}
         self._directories |= {parent.number, ino.number} if path.count(b"/") > 1 else {ino.number}
         self.trace(f"BEHIND {how} {path!r}")
         if how == "removed":

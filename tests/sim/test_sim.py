@@ -89,7 +89,10 @@ def test_a_run_that_does_not_end_says_what_waits(how: str) -> None:
 KINDS = {
     "disks": (range(12), {"a power cut", "a replica", "changed", "cut", "unreadable"}),
     "journal": (range(14), {"tail", "middle", "zeros", "version", "contents in staging"}),
-    "behind": (range(12), {"removed", "replaced", "written over", "a directory removed", "read as written"}),
+    "behind": (
+        range(12),
+        {"removed", "replaced", "written over", "a directory removed", "evicted", "read as written", "not readable"},
+    ),
 }
 #: What is known to break, and not mended: docs/simulation.md.
 KNOWN = {"journal": ("commit last", "liveness")}
