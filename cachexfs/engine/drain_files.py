@@ -133,9 +133,8 @@ class DrainFiles:
             return True
         if content is not None and content.gen <= op.gen:
             return await check_stage(node, op.stage)
-        exact = source == node.local_path(
-            op.stage, op.size
-        )  # else a writer that the kernel served has changed it since
+        # Else a writer that the kernel served has changed it since, and its digest never told.
+        exact = source == node.local_path(op.stage, op.size)
         if await is_whole(node, source, size, op.tree if exact else b""):
             return True
         log.error("%s: %r, generation %d, is damaged", op.stage, op.path, op.gen)

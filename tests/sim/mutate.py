@@ -23,7 +23,7 @@ MUTATIONS = {
         "self._made.setdefault(record.fid, {})[hidden] = record.gen; await self.discard(record.fid, hidden)  # noted",
     ),
     "test_what_a_passed_writer_changes_within_one_stamp_of_a_publication_is_published": (
-        "engine/passing.py",
+        "engine/stamps.py",
         "os.utime(fd, ns=(stamp_ns, stamp_ns - 1))",
         "return size, stamp_ns",
     ),
@@ -84,8 +84,13 @@ MUTATIONS = {
     ),
     "test_damaged_bytes_that_a_commit_file_claims_and_that_were_overwritten_hold_nothing_up": (
         "engine/drain_files.py",
-        "return good\n\n    def fsynced",
-        "return True\n\n    def fsynced",
+        'if await is_whole(node, source, size, op.tree if exact else b""):',
+        "if True:",
+    ),
+    "test_what_nvme_cannot_read_of_what_was_overwritten_holds_nothing_up": (
+        "engine/damaged.py",
+        'log.warning("%s: %s", path, error)\n        return False',
+        "raise",
     ),
     "test_what_the_pfs_denied_once_is_read_and_claimed_again": (
         "core/publication.py",
@@ -131,6 +136,11 @@ PLANTED = {
         "journal", "0-99", "adapters/journal_file.py",
         "if skipped:\n            _mend_commits(view)",
         "pass",
+    ),
+    "what somebody has changed on the PFS is still claimed there": (
+        "behind", "0-19", "core/publication.py",
+        "there = msgspec.structs.replace(before, missing=True)",
+        "there = before",
     ),
 }  # fmt: skip
 
