@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from cachexfs.cli import mounts
 from cachexfs.demo.cluster import Ended, LocalCluster
@@ -64,6 +65,9 @@ def test_a_checkpoint_from_save_to_latest(alone: LocalCluster, checkpoint: Path)
     found = json.loads(run(alone, "status", newest, "--json").out)
     assert [(point["path"], point["restartable"]) for point in found["checkpoints"]] == [("run/step-10", "pfs")]
     assert "run/step-10" in run(alone, "status").out
+    families = {family.name: family for family in text_string_to_metric_families(run(alone, "metrics").out)}
+    counts = {sample.labels["restartable"]: sample.value for sample in families["cachexfs_checkpoints"].samples}
+    assert counts == {"no": 0, "returned": 0, "partner": 0, "pfs": 2}
     file = json.loads(run(alone, "status", newest / ".metadata", "--json").out)["file"]
     assert (file["stage"], file["pending"]) == ("pfs", 0)
     explained = run(alone, "explain", newest)
