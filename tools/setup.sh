@@ -73,6 +73,14 @@ system() {
   if [ -n "$python" ] && ! has_headers "$python" && [[ $(readlink -f "$python") == /usr/bin/* ]]; then missing+=(python3-dev); fi
 }
 slurm() { need slurmctld slurm-wlm; need munged munge; }
+# Some tests mount as a user who is not root. Where udev runs, it lets everybody open the device.
+open_fuse() {
+  if [ -e /dev/fuse ] && [ "$(stat -c %a /dev/fuse)" != 666 ]; then
+    say "letting all users open /dev/fuse, as udev does"
+    as_root chmod 666 /dev/fuse || say "that failed: tests that mount without root will fail"
+  fi
+}
+
 shared_filesystems() {
   need glusterfsd glusterfs-server; need glusterfs glusterfs-client; need mkfs.xfs xfsprogs; need chattr e2fsprogs
   need mfsmaster moosefs-master; need mfschunkserver moosefs-chunkserver; need mfsmount moosefs-client
@@ -138,7 +146,7 @@ prefix() {
 
 case ${1:-} in
   system) system; finish ;;
-  test-system) system; need strace strace; slurm; shared_filesystems; finish ;;
+  test-system) system; need strace strace; slurm; shared_filesystems; finish; open_fuse ;;
   slurm) slurm; finish ;;
   venv) venv ;;
   prefix) prefix ;;
