@@ -25,6 +25,7 @@ from cachexfs.core.routes import AUTO
 from cachexfs.ending import Ending
 from cachexfs.engine.attributes import rfc3339
 from cachexfs.engine.completeness import BEING_WRITTEN, Checkpoint
+from cachexfs.engine.drain import UNKNOWN
 from cachexfs.engine.health import pfs_health
 from cachexfs.engine.parts import Parts
 from cachexfs.engine.refresh import Refresher
@@ -367,6 +368,8 @@ class ControlServer:
         if not ending.abandoned:
             with self.node.foreground.awaited():
                 await self._drain(send, deadline_s, patient=timeout is not None)
+        if self.parts.drainer.is_paused:
+            left.append({"path": "", "reason": UNKNOWN})
         undrained = self._undrained()
         for key, op in [row for row in undrained if row[1].kind != OpKind.DIRATTR] or undrained:
             left.append({"path": _text(op.path) or ".", "reason": control_explain.reason_of(self.parts, key, op)})
@@ -394,11 +397,12 @@ class ControlServer:
     async def _drain(self, send: Send, deadline_s: float, *, patient: bool) -> None:
         """Wait for the drain; without a time given, until nothing lands for a while and errors, or a commit file that
         does not come, say why."""
-        progress, landed, since_s = self.parts.drainer.progress, -1, trio.current_time()
-        while trio.current_time() < deadline_s and self._undrained():
+        drainer = self.parts.drainer
+        progress, landed, since_s = drainer.progress, -1, trio.current_time()
+        while trio.current_time() < deadline_s and drainer.left():
             if progress.landed_ops != landed:
                 landed, since_s = progress.landed_ops, trio.current_time()
-            hopeless = progress.errors or progress.held_up or self.parts.drainer.is_idle()
+            hopeless = progress.errors or progress.held_up or drainer.is_idle() or drainer.is_paused
             if not patient and hopeless and trio.current_time() - since_s > STALLED_S:
                 return
             began_s = trio.current_time()

@@ -139,9 +139,11 @@ class Daemon:
             open_files = {h.node // FID_STEP * FID_STEP: h.node for h in open_ones if not h.is_dir}
             set_aside = self._set_aside()
             await recover.adopt(node, parts.keeper, parts.files, open_files, set_aside)
+            if has_forgotten := self._mended.exists():
+                parts.drainer.pause()
             load(parts)
-            if set_aside is not None:
-                services.start_soon(parts.reader.copies.look_at_all)
+            if has_forgotten:
+                services.start_soon(parts.mended.run, partial(self._mended.unlink, missing_ok=True))
             self._say_whose_staging(is_confirmed=False)
             for task in self._tasks(node, parts):
                 services.start_soon(task)
@@ -274,11 +276,12 @@ class Daemon:
 
     def _set_aside(self) -> Callable[[str], None] | None:
         """How staged files without a name are kept, where the catalogue is new or was mended; else None."""
-        mended = self.staging.directory / MENDED_NAME
-        if not self._is_new and not mended.exists():
-            return None
-        mended.unlink(missing_ok=True)
-        return self.staging.set_aside
+        return self.staging.set_aside if self._is_new or self._mended.exists() else None
+
+    @property
+    def _mended(self) -> Path:
+        """Is there until the PFS has said what it has of what the catalogue may have forgotten."""
+        return self.staging.directory / MENDED_NAME
 
     def _orphans(self) -> str:
         count = len(self.staging.orphans())

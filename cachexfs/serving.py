@@ -118,7 +118,7 @@ class Serving:
         failed = await control.parts.files.publish_all()
         for text in failed:
             log.error("not published: %s", text)
-        control.ending.left = len(failed) + len(control.parts.drainer.own_pending())
+        control.ending.left = len(failed) + control.parts.drainer.left()
         control.ending.requested.set()
 
     async def _stop_when_asked(self, control: ControlServer) -> None:
@@ -175,9 +175,9 @@ class Serving:
             while not parts.drainer.is_idle():
                 await parts.drainer.changed()
             nursery.cancel_scope.cancel()
-        left = parts.drainer.own_pending()
+        left = parts.drainer.left()
         if left:  # perhaps held for a commit file that nobody can write any more, or lost
-            log.error("%d operations are not done; 'cachexfs recover' says what they are", len(left))
+            log.error("%d operations are not done; 'cachexfs recover' says what they are", left)
             self.exit_code = EXIT_NOT_DURABLE
 
     @staticmethod

@@ -46,6 +46,7 @@ def mend(directory: Path) -> tuple[int, int]:
             _apply_leniently(view, payload)
         _mend_names(view)
         if skipped:
+            _mend_order(view)
             _mend_commits(view)
         fresh = path.with_suffix(".new")
         os.close(write_snapshot(fresh, list(view.items()), view.revision, fsync=True))
@@ -97,6 +98,23 @@ def _mend_paths(view: Replica) -> None:
         if nowhere and len(nowhere) == len(names):
             changes += _without(view, fid)
         view.apply(view.revision, changes)
+
+
+def _mend_order(view: Replica) -> None:
+    """A pending change whose creation is lost, and that was noted again later, gets its place back.
+
+    A lone node's keys sort in the order of issue; directories' attributes have no order.
+    """
+    rows = sorted((row for row in view.ops() if row[1].kind != OpKind.DIRATTR), key=lambda row: row[0])
+    places, first = list[tuple[int, bytes, Op]](), view.revision
+    for key, op, created in reversed(rows):
+        first = min(first, created)
+        places.append((first, key, op))
+    if [created for _, _, created in rows] == [created for created, _, _ in reversed(places)]:
+        return
+    view.apply(view.revision, [Change(key, None, 0, view.revision) for key, _, _ in rows])
+    again = [Change(key, encode_record(op), created, view.revision) for created, key, op in reversed(places)]
+    view.apply(view.revision, again)
 
 
 def _without(view: Replica, fid: int) -> list[Change]:

@@ -142,8 +142,11 @@ class PendingOrder:
     def add(self, key: bytes, created: int, op: Op) -> None:
         """Take in a pending operation, or its changed record (its place stays that of its creation)."""
         if key in self._ops:
-            self._ops[key] = (self._ops[key][0], op)
-            return
+            (created, _), before = self._ops[key]
+            if (before.kind, *paths_of(before)) == (op.kind, *paths_of(op)):
+                self._ops[key] = ((created, key), op)
+                return
+            self.remove(key)  # it is another change by now: see ``mending``
         seq = (created, key)
         self._ops[key] = (seq, op)
         for table, path in self._places(op):

@@ -96,13 +96,13 @@ def publish(tx: Tx, ctx: Ctx, fid: int, base_gen: int, content: Content) -> Gene
     return generation
 
 
-def _issue_put(tx: Tx, ctx: Ctx, fid: int, path: bytes, gen: int, content: Content) -> None:
+def _issue_put(tx: Tx, ctx: Ctx, fid: int, path: bytes, gen: int, content: Content, *, withheld: bool = False) -> None:
     name = path.rpartition(b"/")[2]
     commit = is_commit_name(name)
     op = Op(
         OpKind.PUT, path, ctx.node, fid=fid, gen=gen, commit=commit, below=parent_of(path) if commit else b"",
         target=content.target if is_pointer_name(name) else None, size=content.size, stage=content.stage,
-        tree=content.tree,
+        tree=content.tree, cancelled=withheld,
     )  # fmt: skip
     issue(tx, ctx, op)
     (first, _), *others = tx.names_of(fid)
@@ -236,6 +236,17 @@ def pfs_copy_gone(tx: Tx, ctx: Ctx, fid: int, gen: int, holders: Sequence[str], 
         owner = ctx.node if ctx.node in holders or not holders else holders[0]
         same = Content(content.size, content.digest, content.tree, content.stage, inode.copies, inode.mtime_ns)
         _issue_put(tx, replace(ctx, node=owner), fid, path_of(tx, fid), gen, same)
+
+
+def put_again(tx: Tx, ctx: Ctx, fid: int, path: bytes, *, withheld: bool) -> None:
+    """A file's content is to land (again), whatever the catalogue has said of it. ``withheld``: not to be seen there
+    before it is whole."""
+    inode, content = tx.inode(fid), tx.generation(fid)
+    if inode is None or content is None or not tx.names_of(fid):
+        return
+    tx.put(inode_key(fid), msgspec.structs.replace(inode, pfs=None, t_pfs_s=0.0))
+    same = Content(content.size, content.digest, content.tree, content.stage, inode.copies, inode.mtime_ns)
+    _issue_put(tx, ctx, fid, path, content.gen, same, withheld=withheld)
 
 
 def pfs_copy_found(tx: Tx, ctx: Ctx, fid: int, gen: int, same: Callable[[PfsCopy], bool]) -> bool:

@@ -349,23 +349,30 @@ class Replica:
                 self._subdirs[parent] -= 1
         elif isinstance(record, Op):
             if isinstance(keep, Op) and keep.fid == record.fid:
-                return  # replaced in place: the order of pending operations is that of their creation
+                # Replaced in place: the order of pending operations is that of their creation.
+                if (keep.kind, keep.path2) != (record.kind, record.path2):
+                    self._unindex_rename(key, record)
+                return
             of_file = self._ops_of.get(record.fid, {})
             of_file.pop(key, None)
             if not of_file:
                 self._ops_of.pop(record.fid, None)
             if keep is None:
                 self._ops.pop(key, None)
-            if record.kind in (OpKind.RENAME, OpKind.LINK):
-                self._renames[record.path2].pop(key, None)
-                if not self._renames[record.path2]:
-                    del self._renames[record.path2]
+            self._unindex_rename(key, record)
         elif keep is not None:
             return
         elif isinstance(record, Node):
             self._nodes.pop(record.name, None)
         elif isinstance(record, Life):
             self._lives.pop(record.node, None)
+
+    def _unindex_rename(self, key: bytes, op: Op) -> None:
+        if op.kind in (OpKind.RENAME, OpKind.LINK):
+            keys = self._renames.get(op.path2, {})
+            keys.pop(key, None)
+            if not keys:
+                self._renames.pop(op.path2, None)
 
 
 def _names(found: _Name | dict[_Name, None]) -> dict[_Name, None]:

@@ -41,6 +41,7 @@ from cachexfs.errors import CacheXError, NotDurableError, quoted
 
 log = logging.getLogger(__name__)
 
+UNKNOWN = "the PFS has not said yet what it has: the journal was damaged, and some of it may be forgotten"
 LANDS_BY_ITSELF = "it lands by itself once that answers"
 
 
@@ -71,6 +72,7 @@ class Drainer:
         self._copy_slots = OldestFirst(max(1, node.options.drain_workers))
         self._meta_slots = trio.CapacityLimiter(CHANGES_MAX)
         self._landed = trio.Event()
+        self.is_paused = False  # nothing begins: what the PFS has is not known yet (``mended``)
         self.on_landed: Callable[[], None] = lambda: None
 
     # ---- following the catalogue
@@ -99,6 +101,16 @@ class Drainer:
                 self._consider([k for k, _, _ in view.ops()])
         self.ready.notice(changes)
 
+    def pause(self) -> None:
+        """Let nothing begin before ``resume``. Called before ``load``."""
+        self.is_paused = True
+
+    def resume(self) -> None:
+        """Let begin what can."""
+        self.is_paused = False
+        self._consider([key for key, _, _ in self.node.catalogue.view.ops()])
+        self._tell()
+
     def _concerned(self, fid: int, old: Inode, new: AnyRecord | None) -> list[bytes]:
         """The operations of a file whose bytes may be lost or found by a change of its record."""
         ops = self.node.catalogue.view.latest_ops_of(fid)
@@ -126,7 +138,7 @@ class Drainer:
     def _begin(self, keys: Iterable[bytes]) -> None:
         for key in keys:
             op = self.node.catalogue.view.op(key)
-            if op is None or not self.responsible(op) or self.node.options.offline:
+            if op is None or not self.responsible(op) or self.node.options.offline or self.is_paused:
                 continue
             state = self._turns.state(key, ready=op.ready)
             self._turns.wait(self.waits.order.seq(key), self._lane_of(key, op, state))
@@ -361,6 +373,10 @@ class Drainer:
         """Pending operations that this node is responsible for."""
         return [(key, op) for key, op, _ in self.node.catalogue.view.ops() if self.responsible(op)]
 
+    def left(self) -> int:
+        """How many these are; one more while what the PFS has is not known."""
+        return len(self.own_pending()) + self.is_paused
+
     def in_progress(self) -> Iterator[tuple[bytes, Op]]:
         """Of these, what does not wait for a commit file that nobody has written yet, or for bytes that are lost."""
         ops = self.node.catalogue.view.ops()
@@ -368,7 +384,7 @@ class Drainer:
 
     def is_idle(self) -> bool:
         """Whether nothing is in progress."""
-        return next(self.in_progress(), None) is None
+        return not self.is_paused and next(self.in_progress(), None) is None
 
     def held_up(self) -> int:
         """How many of these wait because the PFS does not answer."""
@@ -386,6 +402,8 @@ class Drainer:
             return "is lost: no copy of its bytes is left"
         if key in self.progress.errors:
             return self.progress.errors[key]
+        if self.is_paused:
+            return UNKNOWN
         blocker = self.waits.blocker(key)
         waits = self.node.catalogue.view.op(blocker) if blocker is not None else None
         if op is not None and self.waits.is_held(key):

@@ -225,7 +225,7 @@ class DrainFiles:
         """A file is under its name: what is left of earlier states goes, then the claim is made."""
         self._settle(op.fid, op.hidden)
         inode = self.node.catalogue.view.inode(op.fid)
-        if inode is not None and inode.pfs is not None and inode.pfs.hidden:
+        if inode is not None and inode.pfs is not None and inode.pfs.hidden not in ("", held):
             await self._pfs.run("unlink", b".cachexfs/held/" + inode.pfs.hidden.encode(), b"", None, STALL_S)
         await self.discard(op.fid, *self._stale(op.fid, op.gen))
         now_s = self.node.clock.now_s()

@@ -8,6 +8,7 @@ Concurrency: one task per operation, in the order that ``drain`` allows.
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 
@@ -219,7 +220,13 @@ class DrainNames:
         """Bring a withdrawn commit file back, if all that it names is there now."""
         inode = self.node.catalogue.view.inode(op.fid)
         there = inode.pfs if inode is not None else None
-        if inode is None or there is None or not there.hidden or there.gen != inode.gen or not await self.whole(op.fid):
+        if (
+            inode is None
+            or there is None
+            or not there.hidden
+            or there.gen != inode.gen
+            or not await self._confirmed(op)
+        ):
             await self.finish(key)
             return
         try:
@@ -246,6 +253,19 @@ class DrainNames:
         ctx = self.node.ctx()
         await self.node.catalogue.mutate(back)
         self.progress.landed_ops += 1
+
+    async def _confirmed(self, op: Op) -> bool:
+        """Whether all that a commit file names is there, by the catalogue and by the PFS: somebody, or a catalogue that
+        has forgotten, may have replaced it."""
+        if not await self.whole(op.fid):
+            return False
+        view, names = self.node.catalogue.view, self.node.catalogue.view.names_of(op.fid)
+        listed = self.node.members(op.fid, op.gen) or ()
+        members = [fid for name in listed if names and (fid := view.find(names[0][0], name)) not in (None, op.fid)]
+        found = await self.reader.copies.there([fid for fid in members if fid is not None])
+        if found is None:
+            raise OSError(errno.EIO, "the PFS does not say what it has of its members")
+        return found.issuperset(members)
 
     # ---- attributes
     async def _set_attrs(self, key: bytes, op: Op) -> None:

@@ -18,6 +18,7 @@ from cachexfs.engine.files import Files
 from cachexfs.engine.hold import Keeper
 from cachexfs.engine.interfaces import FormatReader
 from cachexfs.engine.losses import Losses
+from cachexfs.engine.mended import Mended
 from cachexfs.engine.node import Node
 from cachexfs.engine.outrun import Outrun
 from cachexfs.engine.pfs_import import Importer
@@ -45,6 +46,7 @@ class Parts:
     takeover: Takeover
     denied: Denied
     reclaim: Reclaim
+    mended: Mended
 
 
 def assemble(node: Node, formats: FormatReader | None = None) -> Parts:
@@ -72,6 +74,7 @@ def assemble(node: Node, formats: FormatReader | None = None) -> Parts:
     return Parts(
         node, files, source, replicator, drainer, keeper, Importer(node, source), completeness,
         Attributes(node, files, completeness), claims, losses, takeover, denied, reclaim,
+        Mended(node, source, drainer),
     )  # fmt: skip
 
 

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import crc32c
+import msgspec
 import pytest
 import trio
 import trio.lowlevel
@@ -313,6 +314,24 @@ async def test_a_commit_file_whose_members_a_mended_journal_may_have_forgotten_i
     with opened(tmp_path) as catalogue:
         left = {key: op.cancelled for key, op, _ in catalogue.view.ops()}
     assert left == {op_key("2"): True, op_key("3"): False}
+
+
+async def test_a_change_that_was_noted_again_keeps_its_place_though_its_first_record_is_damaged(tmp_path: Path) -> None:
+    """It came after what followed it: bytes of an older save landed under the newer one's name."""
+    first, last = (Op(OpKind.PUT, b"a", "n0", fid=FID, gen=gen, size=1, stage=f"1.{gen}.a") for gen in (2, 3))
+    ends = list[int]()
+    with opened(tmp_path) as catalogue:
+        for name, op in [("1", first), ("2", last), ("1", msgspec.structs.replace(first, ready=True))]:
+            await catalogue.mutate(lambda tx, name=name, op=op: tx.put(op_key(name), op))  # type: ignore[misc]
+            ends.append(catalogue._length)
+    with (tmp_path / JOURNAL_NAME).open("r+b") as out:
+        out.seek(ends[0] - 1)
+        out.write(b"?")
+    assert mend(tmp_path) == (2, 1)
+    with opened(tmp_path) as catalogue:
+        assert [op.gen for _, op, _ in catalogue.view.ops()] == [2, 3]
+        created = [(at, key) for key, _, at in catalogue.view.ops()]
+        assert created == sorted(created)
 
 
 async def test_mending_forgets_names_below_a_directory_that_is_forgotten(tmp_path: Path) -> None:

@@ -190,8 +190,10 @@ class Life:
                 self.nursery = nursery
                 await self._register()
                 await recover.adopt(self.node, self.parts.keeper, self.parts.files, self.open_files, self.set_aside)
-                load(self.parts)
                 parts = self.parts
+                if self.set_aside is not None:
+                    parts.drainer.pause()
+                load(parts)
                 if self.store is not None:
                     nursery.start_soon(self.catalogue.watch, LifeRecord(self.node.name, self.boot))
                 for task in (
@@ -210,7 +212,7 @@ class Life:
                     nursery.start_soon(parts.files.follow_maps)
                 nursery.start_soon(recover.verify, self.node)
                 if self.set_aside is not None:
-                    nursery.start_soon(parts.reader.copies.look_at_all)
+                    nursery.start_soon(parts.mended.run)
                 await trio.sleep(self.node.random.choice([0, 0.001]))
                 self.resume(self.parts.files)
                 task_status.started()

@@ -61,6 +61,7 @@ class Scene:
         self.before: Callable[[str], None] = lambda step: None
         self.disk: Disk | None = None
         self.link = Link()
+        self.mended = False  # the catalogue has lost what it knew, or some of it
         self.life: Life
 
     async def start(self, after: Life | None = None) -> Life:
@@ -74,6 +75,8 @@ class Scene:
         pfs._act = acting  # type: ignore[method-assign]
         self.life = Life(self.options, self.log, pfs, self.clock, self.random, after, self.link, disk=self.disk)
         self.life.filesystem.kernel = self.kernel
+        if self.mended:
+            self.life.set_aside = self.life.staging.set_aside
         if after is not None:
             self.life.open_files, self.life.resume = self.kernel.open_files(), self.kernel.resume
         await self._nursery.start(self.life.run)
