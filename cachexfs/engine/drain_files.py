@@ -141,7 +141,21 @@ class DrainFiles:
         self._damaged.add((op.hidden, op.gen))
         if content is not None and content.stage == op.stage and content.tree and await check_stage(node, op.stage):
             self._overwritten.add((op.hidden, op.gen))  # in the same file, by what all copies have now
+        if content is None:
+            await self._hand_over(op)
         return False
+
+    async def _hand_over(self, op: Op) -> None:
+        """What this node has of a file that was removed is bad: who else has it is to land it."""
+        name = self.node.name
+
+        def drop(tx: Tx) -> None:
+            for key, now in list(tx.ops_of(op.fid)):
+                if now.kind == OpKind.PUT and now.gen == op.gen and any(copy.node == name for copy in now.copies):
+                    left = tuple(copy for copy in now.copies if copy.node != name)
+                    tx.put(key, msgspec.structs.replace(now, copies=left))
+
+        await self.node.catalogue.mutate(drop)
 
     def overwritten(self, op: Op) -> bool:
         """Whether what a PUT was to land was overwritten, in place, by the content that all copies have now."""

@@ -128,6 +128,34 @@ def test_bad_bytes_in_memory_take_no_claim_from_the_replica_on_nvme_beside_them(
     play(scene)
 
 
+def test_what_was_removed_after_its_commit_file_lands_from_the_partner_where_its_own_node_has_bad_bytes() -> None:
+    """Its node had a copy, so it was the one to land it: it got EIO for ever."""
+
+    async def scene(pair: Pair) -> None:
+        assert pair._nursery is not None
+        directory = (await pair.fs(0).mkdir(ROOT_FID, b"d", DIRECTORY)).ino
+        members = {b"m": b"good bytes"}
+        pair.saves.made[commit_file(1, members)] = members
+        await pair.write(0, directory, b"m", members[b"m"])
+        await pair.write(0, directory, b".metadata.tmp", commit_file(1, members))
+        await pair.fs(0).rename(directory, b".metadata.tmp", directory, b".metadata", 0)
+        await trio.sleep(5)
+        await pair.fs(0).unlink(directory, b"m")
+        first = pair.seats[0].current
+        assert first is not None
+        pair.seats[0].kill(supervised=False)
+        await trio.testing.wait_all_tasks_blocked()
+        (stage,) = {op.stage for _, op, _ in pair.log.state.ops() if op.path == b"d/m" and op.stage}
+        garble(first.staging.path(stage))
+        await pair.seats[0].born(pair._nursery)
+        pair.faults.away = False
+        with trio.fail_after(600):
+            while any(op.kind == "put" for _, op, _ in pair.log.state.ops()):  # noqa: ASYNC110
+                await trio.sleep(1)
+
+    play(scene)
+
+
 def spilling(function: Callable[[Scene], Awaitable[None]]) -> Callable[[], None]:
     """A scene with 3 MiB of memory, in which ``a``, 2 MiB, has moved to NVMe."""
 
