@@ -37,10 +37,6 @@ class Careful(Worker):
     async def verify(self) -> None:
         """See ``Client``."""
 
-    def gone(self) -> tuple[int, ...]:
-        """Whatever the memory, all may have been evicted."""
-        return (*super().gone(), errno.ESTALE)
-
     async def settle(self) -> None:
         """What a step was comes out: a supervisor repeats it, and what could not be opened is not begun."""
 
@@ -89,6 +85,7 @@ class Behind(Run):
         if not life.dead:
             before = life.staging.used_bytes
             eviction.make_room(life.staging.limit_bytes)
+            self.planted = True  # as of what was there before, the PFS alone has the bytes
             self.counts["evicted"] += life.staging.used_bytes < before
 
     def _touch(self) -> None:
