@@ -13,7 +13,7 @@ are there already ``doubtful`` names those beside which something is going to ch
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 
 import msgspec
@@ -90,12 +90,27 @@ class Plan:
 
 
 def plan(view: Replica, tree: Tree, has_bytes: Callable[[Inode], bool]) -> Plan:
-    """Go through all that is pending. Changes ``tree`` to what the PFS will have. ``has_bytes``: outside the PFS."""
-    planner = _Planner(view, tree, has_bytes)
-    for key, op, _ in view.ops():
-        planner.take(key, op)
-    planner.complete()
-    return planner.plan
+    """Go through all that is pending. ``has_bytes``: whether anybody has a file's bytes outside the PFS."""
+    misplaced = set[bytes]()  # contents that would not land under their file's names: others may rest on them
+    while True:
+        planner = _Planner(view, _copy(tree), has_bytes, misplaced)
+        for key, op, _ in view.ops():
+            planner.take(key, op)
+        planner.complete()
+        if planner.misplaced <= misplaced:
+            return planner.plan
+        misplaced |= planner.misplaced
+
+
+def _copy(tree: Tree) -> Tree:
+    copied = Tree()
+    todo = [(tree.root, copied.root)]
+    while todo:
+        entry, new = todo.pop()
+        for name, below in entry.entries.items():
+            new.entries[name] = Entry(below.kind, below.ino, below.size, below.content)
+            todo.append((below, new.entries[name]))
+    return copied
 
 
 def doubtful(view: Replica, tree: Tree, found: Plan) -> list[tuple[bytes, Entry]]:
@@ -114,26 +129,29 @@ def doubtful(view: Replica, tree: Tree, found: Plan) -> list[tuple[bytes, Entry]
 
 
 class _Planner:
-    def __init__(self, view: Replica, tree: Tree, has_bytes: Callable[[Inode], bool]) -> None:
-        self._view, self._tree, self._has_bytes = view, tree, has_bytes
-        self._puts: set[tuple[int, int]] = set()  # (file id, generation) of contents that are going to land
+    def __init__(
+        self, view: Replica, tree: Tree, has_bytes: Callable[[Inode], bool], given_up: Collection[bytes]
+    ) -> None:
+        self._view, self._tree, self._has_bytes, self._given_up = view, tree, has_bytes, given_up
+        self.misplaced = set[bytes]()
+        self._puts: dict[tuple[int, int], list[bytes]] = {}  # (file id, generation) -> what is going to land it
         self._held: set[int] = set()  # commit files that are taken from an earlier name, to be hidden
         self._made: set[int] = set()  # symlinks and special files that are
         self.plan = Plan()
 
     def take(self, key: bytes, op: Op) -> None:
         """One pending change: what it finds, and what it leaves."""
-        new = self._judged(op)
+        new = self._judged(op) if key not in self._given_up else None
         if new is not None and not new.cancelled and _lists(new):
             new = msgspec.structs.replace(new, cancelled=True, ready=False)
         if new != op:
             self.plan.changes[key] = new
         if new is not None:
-            self._note(new)
+            self._note(key, new)
 
-    def _note(self, op: Op) -> None:
+    def _note(self, key: bytes, op: Op) -> None:
         if op.kind == OpKind.PUT:
-            self._puts.add((op.fid, op.gen))
+            self._puts.setdefault((op.fid, op.gen), []).append(key)
         elif op.kind in _SPECIAL:
             self._made.add(op.fid)
 
@@ -203,8 +221,9 @@ class _Planner:
         if inode.kind != "f":
             return self._make(Op(OpKind.MKNOD, op.path2, op.owner, fid=op.fid))
         self.plan.fallen.add(op.fid)
-        if content is not None and _lists(op) and (op.fid, content.gen) in self._puts:
-            return None  # it lands under a hidden name, from where it gets this one
+        puts = [other.gen for _, other in self._view.ops_of(op.fid) if other.kind == OpKind.PUT]
+        if content is not None and (content.gen in puts or (op.fid, content.gen) in self._puts):
+            return None  # it lands by that, and ``complete`` sees to its names
         if content is None or content.open or not (self._has_bytes(inode) or not content.size):
             self._give_up(op, "its file is not there")
             return None
@@ -265,6 +284,9 @@ class _Planner:
         if (fid, content.gen) in self._puts:
             if lists_members(path.rpartition(b"/")[2]) or self._has_names(fid, content.gen, found):
                 return
+            if not (self._has_bytes(inode) or not content.size):
+                return
+            self.misplaced.update(self._puts[fid, content.gen])  # one content lands once
         elif there is not None and there.gen == inode.gen and fid not in self.plan.fallen:
             if there.hidden or there.missing or (found is not None and found.kind != "d" and found.content is None):
                 return  # whether it is that file is asked later

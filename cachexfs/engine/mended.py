@@ -77,8 +77,8 @@ class Mended:
 
     async def _mend(self, pfs: Pfs) -> None:
         view, has_bytes, self._told = self.node.catalogue.view, self._has_bytes, []
-        found = mending.plan(view, await self._tree(pfs), has_bytes)
-        tree = await self._tree(pfs)  # as it is: planning has changed the other
+        tree = await self._tree(pfs)
+        found = mending.plan(view, tree, has_bytes)
         for path, entry in mending.doubtful(view, tree, found):
             await self._take_off(pfs, path, entry)
             tree.take(path)

@@ -171,11 +171,14 @@ def test_no_commit_file_gets_its_name_before_the_pfs_has_confirmed_what_it_lists
     assert found.again == {}
 
 
-def test_the_file_of_two_names_that_a_stale_change_would_leave_at_one_lands_at_both_again() -> None:
+def test_a_content_that_would_land_where_its_file_is_not_lands_once_and_under_its_name() -> None:
+    """Two changes that were to land one content gave way to each other for ever."""
     world = World()
     world.file(b"a", FILE)
-    world.pending("1", Op(OpKind.PUT, b"old", "n0", fid=FILE, gen=2, size=3))
-    assert world.planned().again == {b"a": FILE}
+    key = world.pending("1", Op(OpKind.PUT, b"old", "n0", fid=FILE, gen=2, size=3))
+    found = world.planned()
+    assert found.again == {b"a": FILE}
+    assert found.changes == {key: None}
 
 
 @pytest.mark.parametrize(
