@@ -10,9 +10,12 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
+import trio
+
 from cachexfs.errors import EXIT_NO, CacheXError
 
 Answer = dict[str, Any]
+POLL_S, PAUSE_SHARE = 0.2, 5.0
 
 
 @dataclass(slots=True)
@@ -37,3 +40,8 @@ class NotFoundError(CacheXError):
     """A path that is not in the mount: certainly so."""
 
     exit_code = EXIT_NO
+
+
+async def pause(began_s: float) -> None:
+    """Between two looks: with tens of thousands of files one takes so long that applications would feel it."""
+    await trio.sleep(max(POLL_S, PAUSE_SHARE * (trio.current_time() - began_s)))

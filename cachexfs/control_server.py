@@ -10,22 +10,21 @@ import json
 import logging
 import os
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import asdict
 from functools import partial
 from typing import TypeVar
 
 import trio
 
-from cachexfs import control_explain, control_recovery
-from cachexfs.control_answers import Answer, Facts, NotFoundError, Send
+from cachexfs import control_explain, control_recovery, control_umount
+from cachexfs.control_answers import Answer, Facts, NotFoundError, Send, pause
 from cachexfs.core.boundary import Boundary
-from cachexfs.core.records import ROOT_FID, Inode, Op, OpKind
+from cachexfs.core.records import ROOT_FID, Inode
 from cachexfs.core.routes import AUTO
 from cachexfs.ending import Ending
 from cachexfs.engine.attributes import rfc3339
 from cachexfs.engine.completeness import BEING_WRITTEN, Checkpoint
-from cachexfs.engine.drain import UNKNOWN
 from cachexfs.engine.health import pfs_health
 from cachexfs.engine.parts import Parts
 from cachexfs.engine.refresh import Refresher
@@ -34,8 +33,6 @@ from cachexfs.errors import EXIT_CANNOT_TELL, EXIT_TIMEOUT, EXIT_USAGE, CacheXEr
 log = logging.getLogger(__name__)
 
 REQUEST_BYTES_MAX = 64 << 10
-POLL_S, PAUSE_SHARE = 0.2, 5.0
-STALLED_S = 60.0
 HEARTBEAT_S = 2.0  # a client takes 10 s of silence for a daemon that hangs
 PATIENCE_S = 2.0  # for a commit file that is being read
 LATEST_PATIENCE_S = 240.0
@@ -57,7 +54,7 @@ class ControlServer:
         self.facts = facts
         self.ending = Ending()
         self.started_s = time.time()
-        self.leaving: Callable[[float | None], AsyncIterator[None]] | None = None
+        self.leaving: control_umount.Leaving | None = None
         self.vouch: control_recovery.Vouch | None = None
         self.on_stale: Callable[[int, bytes], None] = lambda parent, name: None  # the kernel's entry is old
         self._rate = (self.started_s, 0, 0)
@@ -307,7 +304,7 @@ class ControlServer:
                     await send({"done": True, "reached": True, "reason": "", "exit": 0})
                     return
                 await send({"progress": progress})
-                await _pause(began_s)
+                await pause(began_s)
         await send({"done": True, "reached": False, "reason": reason or "not reached in time", "exit": EXIT_TIMEOUT})
 
     async def _reached(self, path: str, at: Boundary) -> tuple[bool, str, Answer]:
@@ -357,67 +354,7 @@ class ControlServer:
 
     # ---- umount
     async def _umount(self, request: Answer, send: Send) -> None:
-        timeout = request.get("timeout_s")
-        ending = self.ending
-        ending.abandoned = bool(request.get("abandon"))
-        failed = await self.parts.files.publish_all()
-        left: list[Answer] = [{"path": "", "reason": text} for text in failed]
-        if orphans := self.node.orphans():
-            left.append({"path": "", "reason": orphans})
-        deadline_s = trio.current_time() + (float("inf") if timeout is None else float(timeout))
-        if not ending.abandoned:
-            with self.node.foreground.awaited():
-                await self._drain(send, deadline_s, patient=timeout is not None)
-        if self.parts.drainer.is_paused:
-            left.append({"path": "", "reason": UNKNOWN})
-        undrained = self._undrained()
-        for key, op in [row for row in undrained if row[1].kind != OpKind.DIRATTR] or undrained:
-            left.append({"path": _text(op.path) or ".", "reason": control_explain.reason_of(self.parts, key, op)})
-        left += self._not_on_pfs({item["path"] for item in left})
-        if self.leaving is not None and not ending.abandoned and not left:
-            async for _ in self.leaving(deadline_s):
-                await send({"progress": self._left()})
-        ending.left = len(left)
-        await send({"done": True, "left": left})
-        ending.requested.set()
-
-    def _not_on_pfs(self, told: set[str]) -> list[Answer]:
-        """Files of this node, or of a lost one, that the PFS does not have though nothing of them is pending."""
-        found: list[Answer] = []
-        for path, fid, inode in self.completeness.walk(ROOT_FID):
-            mine = inode.origin == self.node.name or not self.node.live(inode.origin)
-            if inode.kind != "f" or not inode.origin or not mine or self.node.on_pfs(fid, inode) or _text(path) in told:
-                continue
-            reason = inode.error or "not on the PFS"
-            if self.node.boundary(fid, inode) == Boundary.LOST:
-                reason = f"lost: {reason}"
-            found.append({"path": _text(path), "reason": reason})
-        return found
-
-    async def _drain(self, send: Send, deadline_s: float, *, patient: bool) -> None:
-        """Wait for the drain; without a time given, until nothing lands for a while and errors, or a commit file that
-        does not come, say why."""
-        drainer = self.parts.drainer
-        progress, landed, since_s = drainer.progress, -1, trio.current_time()
-        while trio.current_time() < deadline_s and drainer.left():
-            if progress.landed_ops != landed:
-                landed, since_s = progress.landed_ops, trio.current_time()
-            hopeless = progress.errors or progress.held_up or drainer.is_idle() or drainer.is_paused
-            if not patient and hopeless and trio.current_time() - since_s > STALLED_S:
-                return
-            began_s = trio.current_time()
-            await send({"progress": self._left()})
-            await _pause(began_s)
-
-    def _undrained(self) -> list[tuple[bytes, Op]]:
-        return self.parts.drainer.own_pending()
-
-    def _left(self) -> Answer:
-        pending = self._undrained()
-        return {
-            "bytes_left": sum(op.size for _, op in pending if op.kind == OpKind.PUT), "ops_left": len(pending),
-            "files": [_text(op.path) for _, op in pending[:20]],
-        }  # fmt: skip
+        await control_umount.Unmount(self.parts, self.ending, self.leaving).answer(request, send)
 
     async def _sources(self, request: Answer, send: Send) -> None:
         prefix = os.fsencode(str(request.get("path") or ""))
@@ -427,11 +364,6 @@ class ControlServer:
             if path.startswith(prefix)
         ]
         await send({"done": True, "files": files})
-
-
-async def _pause(began_s: float) -> None:
-    """Between two looks: with tens of thousands of files one takes so long that applications would feel it."""
-    await trio.sleep(max(POLL_S, PAUSE_SHARE * (trio.current_time() - began_s)))
 
 
 def _time(time_s: float) -> str | None:

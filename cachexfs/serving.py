@@ -118,7 +118,8 @@ class Serving:
         failed = await control.parts.files.publish_all()
         for text in failed:
             log.error("not published: %s", text)
-        control.ending.left = len(failed) + control.parts.drainer.left()
+        kept = control.parts.keeper.kept_for_others()
+        control.ending.left = len(failed) + control.parts.drainer.left() + len(kept)
         control.ending.requested.set()
 
     async def _stop_when_asked(self, control: ControlServer) -> None:
@@ -178,6 +179,9 @@ class Serving:
         left = parts.drainer.left()
         if left:  # perhaps held for a commit file that nobody can write any more, or lost
             log.error("%d operations are not done; 'cachexfs recover' says what they are", left)
+            self.exit_code = EXIT_NOT_DURABLE
+        if kept := len(parts.keeper.kept_for_others()):
+            log.error("%d files of other nodes are not on the PFS yet: their replicas here stay", kept)
             self.exit_code = EXIT_NOT_DURABLE
 
     @staticmethod

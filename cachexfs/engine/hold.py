@@ -60,6 +60,21 @@ class Keeper:
                     self.check(stage)
             await trio.sleep_forever()
 
+    def kept_for_others(self) -> list[int]:
+        """Files of other nodes that the PFS does not have, or not as they were fsynced last, and of which a copy is
+        here: perhaps the only one, should their node have ended."""
+        own = self.node.name
+        return [
+            fid
+            for fid, inode in self.node.catalogue.view.inodes()
+            if inode.kind == "f" and own not in (inode.origin, inode.writing) and self._keeps(own, inode)
+        ]
+
+    def _keeps(self, own: str, inode: Inode) -> bool:
+        if inode.writing and inode.synced is not None and any(copy.node == own for copy in inode.synced.copies):
+            return True
+        return any(copy.node == own for copy in inode.copies) and not self.node.was_landed(inode)
+
     def notice(self, changes: Applied) -> None:
         """Catalogue listener: something that referred to bytes may have gone."""
         stages: dict[str, None] = {}
