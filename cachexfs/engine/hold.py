@@ -223,6 +223,8 @@ class Keeper:
 
     def landed(self) -> None:
         """Something reached the PFS: it may be evicted now."""
+        if self.node.staging.used_bytes > self.node.staging.limit_bytes:
+            self.make_room(0)
         self._free()
 
     async def room_freed(self) -> None:

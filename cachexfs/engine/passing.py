@@ -124,6 +124,8 @@ class Passing:
         if vnode.fd >= 0 and not vnode.dirty and not vnode.removed:
             os.fchmod(vnode.fd, PLAIN_MODE)
         self._usual_bytes = vnode.seen[0]
+        if not self.source.make_room(0):  # it may have passed the limit, and nobody else may ask for room for long
+            self.source.spill_soon(0)
         if not self.vnodes:
             self.node.foreground.rest()
             self.node.staging.forget_ready()

@@ -192,6 +192,15 @@ def test_an_nvme_that_became_read_only_costs_nothing_that_was_there(
         cluster.umount()
 
 
+def test_memory_comes_down_to_its_limit_once_a_larger_file_is_closed(small: LocalCluster) -> None:
+    """By passthrough it may pass the limit; it stayed there until the next writer asked for room."""
+    node = small.nodes[0]
+    with pfs_away(small):
+        wanted = put(node.mountpoint / "large", of_memory(small, 1.5))
+        until("within the limit", lambda: memory_below(node.staging) <= of_memory(small, 1) * MIB + MIB)  # the journal
+        assert digest(node.mountpoint / "large") == wanted
+
+
 def test_removed_files_leave_their_memory_to_the_next_and_it_never_passes_the_limit(
     make_cluster: Callable[..., LocalCluster],
 ) -> None:
