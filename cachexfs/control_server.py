@@ -231,7 +231,7 @@ class ControlServer:
             "pfs_state": health.state, "pfs_error": health.why, "pfs_away_s": round(health.for_s, 1),
             "pfs_refuses": drainer.errors.refusal(), "held_up": drainer.held_up(),
             "staging_used": node.staging.used_bytes, "staging_limit": node.staging.limit_bytes,
-            "nvme_used": node.replicas.used_bytes if node.replicas is not None else 0,
+            "nvme_used": node.staging.spilled_bytes + (node.replicas.used_bytes if node.replicas is not None else 0),
             "pending_bytes": drainer.pending_bytes(), "pending_ops": view.op_count,
             "drain_bytes_s": round((landed - last_landed) / elapsed_s),
             "replicate_bytes_s": round((sent - last_sent) / elapsed_s),

@@ -151,6 +151,7 @@ def collect(path: str | None) -> list[Report]:
     entries = mounts.registry()
     reports: list[Report] = []
     left = {waits.owner.mountpoint: waits for waits in waiting.find()}
+    of_others: list[str] = []
     for mount in mounts.read_mountinfo()[0]:
         waits = left.pop(mount.mountpoint, None)
         entry_found = mounts.entry_of(mount, entries)
@@ -158,6 +159,9 @@ def collect(path: str | None) -> list[Report]:
             continue  # its supervisor has died: below
         if entry_found is None and waits is None and os.environ.get("CACHEXFS_RUNTIME_DIR"):
             continue  # one of several nodes on this machine: the mounts of the others are not its own
+        if entry_found is None and os.geteuid() not in (0, mount.owner):
+            of_others.append(mount.mountpoint)
+            continue
         try:
             if entry_found is None:
                 raise client.dead(mount.mountpoint, None)
@@ -173,6 +177,8 @@ def collect(path: str | None) -> list[Report]:
             except CacheXError as error:
                 reports.append(Report(entry.mountpoint, None, {}, str(error)))
     reports += [_left(waits) for waits in left.values()]
+    if not reports and of_others:
+        raise CannotTellError(f"the mount at {of_others[0]} is another user's: ask as that user, or as root")
     if not reports:
         raise CannotTellError("no CacheX FS mount on this node: 'cachexfs mount PFS_DIR MOUNTPOINT' makes one")
     return reports

@@ -25,7 +25,7 @@ from cachexfs.engine.attributes import PREFIX
 from cachexfs.engine.names import Names
 from cachexfs.engine.stat import Attr
 from cachexfs.engine.vnode import WRITABLE, Handle, Vnode, keep_last, keep_time
-from cachexfs.errors import CacheXError, CatalogueUnavailableError, FsError, NotDurableError
+from cachexfs.errors import CacheXError, CatalogueUnavailableError, FsError, NotDurableError, quoted
 
 
 class Filesystem(Names):
@@ -238,7 +238,8 @@ class Filesystem(Names):
                 await trio.sleep(0.2)
         raise FsError(
             errno.EIO,
-            f"fsync: {wanted!r} not reached in {self.node.options.fsync_timeout_s:.0f} s: "
+            f"{quoted(self.parts.reader.path(vnode.fid) or b'')} not at {wanted!r} within "
+            f"{self.node.options.fsync_timeout_s:.0f} s: "
             f"{reason or self._held_back(vnode) or 'no answer'}",
         )
 

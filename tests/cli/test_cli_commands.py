@@ -399,3 +399,21 @@ def test_watch_goes_on_while_the_daemon_is_away(daemon: FakeDaemon, run: Run, mo
     ran = run("status", str(daemon.mountpoint), "--watch", "--json")
     assert [json.loads(text)["exit"] for text in ran.out.splitlines()] == [0, 4, 0]
     assert ran.code == 0
+
+
+def test_status_leaves_out_other_users_mounts(
+    daemon: FakeDaemon, run: Run, runtime: Path, kernel: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It could never end with 0 on a node that several users share."""
+    daemon.answers["status"] = [STATUS]
+    with kernel.open("a") as file:
+        file.write(f"98 22 0:4712 / {tmp_path}/theirs rw - fuse.cachexfs /pfs rw,user_id=4711\n")
+    monkeypatch.delenv("CACHEXFS_RUNTIME_DIR")
+    monkeypatch.setattr(mounts, "runtime_dirs", lambda: [str(runtime)])
+    monkeypatch.setattr(os, "geteuid", lambda: 4242)
+    assert run("status").code == 0
+    monkeypatch.setattr(mounts, "runtime_dirs", list)
+    ran = run("status")
+    assert (ran.code, "is another user's: ask as that user, or as root" in ran.err) == (4, True)
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    assert "no daemon of" in run("status").err  # root is told of all
