@@ -62,7 +62,8 @@ class Left:
         ways = [("go on, as root" if of_root else "go on", staged.mount_command(owner))]
         if owner.nvme_directory is not None:
             command = ["cachexfs", "recover", os.path.dirname(owner.nvme_directory), "--to", owner.pfs]
-            when = f"if the job has ended: on each of its nodes (then remove {self.waits.directory})"
+            where = self.waits.directory
+            when = f"if the job has ended: on each of its nodes (once its files are on the PFS, remove {where})"
             ways.append((when, shlex.join(command)))
         return ways
 
