@@ -93,9 +93,18 @@ class Report:
             )
         )  # fmt: skip
 
-    def at_most(self, name: str, unit: str, ours: float, theirs: float, beside: str, bound: float) -> None:
-        """A row whose ratio is to stay below its bound."""
-        self.add(Row(name, unit, ours, theirs, beside, ours / theirs, bound, at_most=True))
+    def at_most(
+        self, name: str, unit: str, ours: Sequence[float], theirs: Sequence[float], beside: str, bound: float
+    ) -> None:
+        """The same, of rounds whose ratio is to stay below its bound."""
+        ratios = [a / b for a, b in zip(ours, theirs, strict=True)]
+        note = "rounds " + ", ".join(f"{a:.3f}/{b:.3f}" for a, b in zip(ours, theirs, strict=True))
+        self.add(
+            Row(
+                name, unit, statistics.median(ours), statistics.median(theirs), beside, statistics.median(ratios),
+                bound, at_most=True, note=note,
+            )
+        )  # fmt: skip
 
     def absolute(
         self, name: str, unit: str, value: float, bound: float | None = None, *, at_most: bool = False, note: str = ""

@@ -11,9 +11,11 @@ import contextlib
 import shutil
 from pathlib import Path
 
-from lab_base import Lab, Server, is_mounted, until
+from lab_base import Lab, LabError, Server, is_mounted, until
 
 PORT = 49152
+CLIENT_STARTS = 3
+CONNECTED_S = 30.0
 PROGRAMS = ("glusterfsd", "glusterfs", "setpriv", "nsenter", "ip", "chattr", "mkfs.xfs", "strace")
 
 BRICK = """
@@ -156,12 +158,25 @@ class Gluster:
         )  # fmt: skip
 
     def _until_connected(self) -> None:
-        """A client that is not connected to a brick shows the files of it as absent."""
-        for mount in self.mounts:
-            until(f"{mount} is mounted", lambda m=mount: is_mounted(m))
-            for number in range(len(self.bricks)):
-                told = mount / f".meta/graphs/active/c{number}/private"
-                until(f"{mount} is connected to brick {number}", lambda t=told: _is_connected(t))
+        """A client that is not connected to a brick shows the files of it as absent. Raises ``LabError``."""
+        for number in range(len(self.mounts)):
+            for tries_left in reversed(range(CLIENT_STARTS)):
+                try:
+                    self._is_connected(number)
+                    break
+                except LabError as error:  # now and then one never connects; another one does at once
+                    log = self.mounts[number].with_suffix(".glog")
+                    if not tries_left:
+                        raise LabError(f"{error}: {log.read_text(errors='replace')[-2000:]}") from error
+                    self.unmount(number)
+                    self.clients[number].start()
+
+    def _is_connected(self, client: int) -> None:
+        mount = self.mounts[client]
+        until(f"{mount} is mounted", lambda: is_mounted(mount))
+        for number in range(len(self.bricks)):
+            told = mount / f".meta/graphs/active/c{number}/private"
+            until(f"{mount} is connected to brick {number}", lambda t=told: _tells_connection(t), CONNECTED_S)
 
     def heal(self) -> None:
         """Everything runs, and every client sees all."""
@@ -185,7 +200,8 @@ class Gluster:
     def unmount(self, client: int) -> None:
         """An administrator unmounts a client: its mount point is an empty directory."""
         self.clients[client].kill()
-        self._lab.unmount(self.mounts[client])
+        if is_mounted(self.mounts[client]):
+            self._lab.unmount(self.mounts[client])
 
     def clear(self) -> None:
         """Remove all files."""
@@ -193,7 +209,7 @@ class Gluster:
             shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
 
 
-def _is_connected(told: Path) -> bool:
+def _tells_connection(told: Path) -> bool:
     with contextlib.suppress(OSError):  # without any brick nothing is read
         return "connected = 1" in told.read_text()
     return False
