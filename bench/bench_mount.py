@@ -222,7 +222,7 @@ def read_through(report: Report, root: Path, size: int, rounds: int) -> None:
 
 
 def spread(report: Report, root: Path, size: int, rounds: int) -> None:
-    """How much the time of a write varies: ``rounds`` times 30 writes, since one pause of a virtual machine decides 30."""
+    """How much the time of a write varies: ``rounds`` times 30 writes, of which one pause of the machine decides 30."""
     share = size // 4
     memory = 4 * share + (1 << 30)
     for mode in ("off", "auto"):
