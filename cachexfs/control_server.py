@@ -19,6 +19,7 @@ import trio
 
 from cachexfs import control_explain, control_recovery, control_umount
 from cachexfs.control_answers import Answer, Facts, NotFoundError, Send, pause
+from cachexfs.control_errors import errors_and_notes
 from cachexfs.core.boundary import Boundary
 from cachexfs.core.records import ROOT_FID, Inode
 from cachexfs.core.routes import AUTO
@@ -205,19 +206,7 @@ class ControlServer:
             self._rate = (now_s, landed, sent)
         partners = node.partners()
         health = pfs_health(node)
-        errors = [{"path": "", "error": text, "node": node.name} for text in node.known_errors()]
-        for key, text in drainer.progress.errors.items():
-            op = view.op(key)
-            errors.append({"path": (_text(op.path) or ".") if op else "", "error": text, "node": node.name})
-        if (text := drainer.errors.outage(drainer.held_up())) and not health.away:  # else the state says it
-            errors.append({"path": "", "error": text, "node": node.name})
-        for lost, origin, text in self.parts.losses.errors():
-            errors.append({"path": _text(lost), "error": text, "node": origin})
-        shown = {e["path"] for e in errors}
-        for fid, record in view.failing():
-            path = self.parts.reader.path(fid)
-            if path is not None and _text(path) not in shown:
-                errors.append({"path": _text(path), "error": record.error, "node": record.origin})
+        errors, notes = errors_and_notes(self.parts)
         return {
             "done": True, **asdict(self.facts), "node": node.name, "job": node.options.job, "pid": os.getpid(),
             "uptime_s": round(now_s - self.started_s, 1), "fsync": node.options.fsync, "route": node.options.route,
@@ -235,7 +224,7 @@ class ControlServer:
             "pending_bytes": drainer.pending_bytes(), "pending_ops": view.op_count,
             "drain_bytes_s": round((landed - last_landed) / elapsed_s),
             "replicate_bytes_s": round((sent - last_sent) / elapsed_s),
-            "failed": node.failed or None, "errors": errors,
+            "failed": node.failed or None, "errors": errors, "notes": notes,
         }  # fmt: skip
 
     def _checkpoint(self, found: Checkpoint) -> Answer:

@@ -66,11 +66,17 @@ class FsError(CacheXError):
     """A failure with an errno, for the application's system call.
 
     Parameters: ``code`` an errno value, ``why`` a sentence for logs and the ``error`` attribute.
+    ``fid``: the file that it is about, where only who raises it knows.
     """
 
-    def __init__(self, code: int, why: str = "") -> None:
+    def __init__(self, code: int, why: str = "", fid: int = 0) -> None:
         super().__init__(why or os.strerror(code))
         self.errno = code
+        self.fid = fid
+
+
+class LateError(FsError):
+    """An fsync whose boundary did not come in time. It may come later."""
 
 
 def enoent(why: str = "") -> FsError:

@@ -146,6 +146,7 @@ class Status(msgspec.Struct, frozen=True):
     replicate_bytes_s: float = 0.0
     failed: str | None = None
     errors: tuple[PathError, ...] = ()
+    notes: tuple[str, ...] = ()
     checkpoints: tuple[Checkpoint, ...] = ()
     file: FileState | None = None
 

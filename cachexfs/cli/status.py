@@ -254,6 +254,7 @@ def _print_words(path: str | None, reports: list[Report]) -> None:
         lines += [_red("error: " + shown(text)) for text in wrong[:LIST_MAX]]
         if len(wrong) > LIST_MAX:
             lines.append(_red(f"... and {len(wrong) - LIST_MAX} more errors (--json lists all)"))
+        lines += [f"note: {shown(text)}" for text in report.status.notes[-LIST_MAX:]]
         write("\n".join(lines))
 
 

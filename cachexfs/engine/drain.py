@@ -21,6 +21,7 @@ from itertools import takewhile
 import msgspec
 import trio
 
+from cachexfs.core.order import parent_of
 from cachexfs.core.records import AnyRecord, Inode, Life, Op, OpKind
 from cachexfs.core.records import Node as NodeRecord
 from cachexfs.core.replica import Applied
@@ -351,17 +352,32 @@ class Drainer:
             await self._until_ready(fid)
 
     async def _until_ready(self, fid: int) -> None:
-        view = self.node.catalogue.view
-        while True:
-            inode, content = view.inode(fid), view.generation(fid)
-            if inode is None or content is None or content.open:
-                return
-            if self.node.was_landed(inode):
-                return  # a withdrawn file, too, is there, under a hidden name
-            puts = [(k, op) for k, op in view.ops_of(fid) if op.kind == OpKind.PUT and op.gen == inode.gen]
-            if any(op.ready or self._turns.is_ready(k) for k, op in puts):
-                return
+        while not self.is_safe(fid):
             await self.changed()
+
+    def is_safe(self, fid: int) -> bool:
+        """Whether the published content of a file is on the PFS, under its name or a hidden one, or there is none."""
+        view = self.node.catalogue.view
+        inode, content = view.inode(fid), view.generation(fid)
+        if inode is None or content is None or content.open:
+            return True
+        if self.node.was_landed(inode):
+            return True  # a withdrawn file, too, is there, under a hidden name
+        puts = [(k, op) for k, op in view.ops_of(fid) if op.kind == OpKind.PUT and op.gen == inode.gen]
+        return any(op.ready or self._turns.is_ready(k) for k, op in puts)
+
+    def awaited_in(self, path: bytes) -> dict[bytes, int]:
+        """Pending changes of names in a directory that its fsync waits for, with the file that each is about.
+
+        Not of what a writer has open, which lands once that has closed it, as a created file does, nor of what is held
+        for the next commit file: that is safe with its recovery record.
+        """
+        ops = self.waits.order.at_or_below(path)
+        return {key: op.fid for key, op in ops if parent_of(op.path) == path and self.is_awaited(key, op)}
+
+    def is_awaited(self, key: bytes, op: Op) -> bool:
+        """Whether an fsync of its directory waits for a pending change."""
+        return not self.files.busy(op.fid) and self.responsible(op) and not self.waits.is_held(key)
 
     async def changed(self) -> None:
         """Return when an operation has landed or its file is ready, or soon."""

@@ -18,14 +18,13 @@ from cachexfs.core import attrs, namespace
 from cachexfs.core.boundary import Boundary
 from cachexfs.core.changes import NewAttrs
 from cachexfs.core.digest import Buffer
-from cachexfs.core.order import parent_of
-from cachexfs.core.records import Inode, Op, OpKind
+from cachexfs.core.records import Inode, OpKind
 from cachexfs.core.routes import PARTNER
 from cachexfs.engine.attributes import PREFIX
 from cachexfs.engine.names import Names
 from cachexfs.engine.stat import Attr
 from cachexfs.engine.vnode import WRITABLE, Handle, Vnode, keep_last, keep_time
-from cachexfs.errors import CacheXError, CatalogueUnavailableError, FsError, NotDurableError, quoted
+from cachexfs.errors import CacheXError, CatalogueUnavailableError, FsError, LateError, NotDurableError, quoted
 
 
 class Filesystem(Names):
@@ -236,7 +235,7 @@ class Filesystem(Names):
                 except (CacheXError, OSError, trio.TooSlowError) as error:
                     reason = str(error) or "the PFS does not answer"
                 await trio.sleep(0.2)
-        raise FsError(
+        raise LateError(
             errno.EIO,
             f"{quoted(self.parts.reader.path(vnode.fid) or b'')} not at {wanted!r} within "
             f"{self.node.options.fsync_timeout_s:.0f} s: "
@@ -289,29 +288,18 @@ class Filesystem(Names):
         path = self.parts.reader.path(self._fid(ino))
         if path is None:
             return
-        wanted = self._to_land_in(path)
+        drainer = self.parts.drainer
+        wanted = drainer.awaited_in(path)
         with trio.move_on_after(self.node.options.fsync_timeout_s), self.node.foreground.awaited():
             while wanted:
                 last = next(reversed(wanted))  # they land about in order: not all of them are looked at each time
-                while (op := self.parts.drainer.waits.order.op(last)) is not None and self._is_awaited(last, op):
-                    await self.parts.drainer.changed()
-                now = self._to_land_in(path)
+                while (op := drainer.waits.order.op(last)) is not None and drainer.is_awaited(last, op):
+                    await drainer.changed()
+                now = drainer.awaited_in(path)
                 left_out = {fid for key, fid in wanted.items() if key not in now and not self._has_landed(fid)}
                 wanted = {key: fid for key, fid in now.items() if key in wanted or fid in left_out}
             return
-        raise FsError(errno.EIO, "fsync: the directory's names did not reach the PFS in time")
-
-    def _to_land_in(self, path: bytes) -> dict[bytes, int]:
-        """Pending changes of names in a directory, with the file that each is about."""
-        ops = self.parts.drainer.waits.order.at_or_below(path)
-        return {key: op.fid for key, op in ops if parent_of(op.path) == path and self._is_awaited(key, op)}
-
-    def _is_awaited(self, key: bytes, op: Op) -> bool:
-        """Whether an fsync of a directory waits for a pending change."""
-        if self.files.busy(op.fid):
-            return False  # that lands once its writer has closed it, as a created file does
-        drainer = self.parts.drainer  # what is held for the next commit file is safe with its recovery record
-        return drainer.responsible(op) and not drainer.waits.is_held(key)
+        raise LateError(errno.EIO, "fsync: the directory's names did not reach the PFS in time")
 
     def _has_landed(self, fid: int) -> bool:
         """Whether some content of a file is on the PFS, or it is gone; else a later one lands in its place."""

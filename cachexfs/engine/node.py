@@ -22,6 +22,7 @@ from cachexfs.core.boundary import Boundary, boundary_of
 from cachexfs.core.changes import Ctx
 from cachexfs.core.records import FID_STEP, ROOT_FID, Copy, DirTimes, Inode
 from cachexfs.core.routes import DIRECT, PARTNER
+from cachexfs.engine.failed_calls import FailedCalls
 from cachexfs.engine.foreground import Foreground
 from cachexfs.engine.interfaces import Catalogue, Clock, Peers, ReplicaHolder, StagingArea
 from cachexfs.engine.pfs_interface import Pfs, PfsAttrs
@@ -29,7 +30,6 @@ from cachexfs.engine.requests import Requests
 
 log = logging.getLogger(__name__)
 
-CALL_SHOWN_S = 600.0
 REFUSAL_S = 300.0  # for which a node whose disk has refused a replica is asked last
 DISK_REFUSES = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
 
@@ -62,30 +62,24 @@ class Node:
     refusals: dict[str, float] = field(default_factory=dict)  # node -> when its disk refused a replica of this one
     failed: str = ""
     orphans: Callable[[], str] = field(default=lambda: "")  # in words, what is staged and has lost its name
-    failed_call: tuple[str, float] = ("", 0.0)  # the last one that got EIO, and when
     members: Callable[[int, int], Collection[bytes] | None] = field(default=lambda fid, gen: None)
     route_why: Callable[[], str] = field(default=lambda: "")  # of what ``choose_route`` said last
     choose_route: Callable[[], str] = field(default=lambda: PARTNER)  # for ``route=auto``; cheap, never waits
     requests: Requests = field(init=False)
+    failed_calls: FailedCalls = field(init=False)
     foreground: Foreground = field(default_factory=Foreground)
     _op_base: int = 0
     _op_count: int = 0
 
     def __post_init__(self) -> None:
         self.requests = Requests(self.name)
+        self.failed_calls = FailedCalls(self.clock.now_s)
         self._op_base = self.clock.now_ns() // 1_000_000
 
     # ---- what went wrong
-    def note_failed_call(self, text: str) -> None:
-        """An application's call got EIO."""
-        self.failed_call = (text, self.clock.now_s())
-
     def known_errors(self) -> list[str]:
-        """What is wrong with this node as a whole, for ``status``; a failed call is told for ten minutes."""
-        text, when_s = self.failed_call
-        age_s = self.clock.now_s() - when_s
-        recent = [f"{text} ({age_s:.0f} s ago)"] if text and age_s < CALL_SHOWN_S else []
-        return [*self.errors.values(), *filter(None, [self.orphans()]), *recent]
+        """What is wrong with this node as a whole, for ``status``."""
+        return [*self.errors.values(), *filter(None, [self.orphans()])]
 
     # ---- mutations
     def ctx(self) -> Ctx:

@@ -30,10 +30,11 @@ from cachexfs.core.attrs import without_set_id
 from cachexfs.core.changes import NewAttrs
 from cachexfs.core.records import ROOT_FID
 from cachexfs.engine.attributes import PREFIX
+from cachexfs.engine.failed_calls import Asked
 from cachexfs.engine.filesystem import Filesystem
 from cachexfs.engine.stat import BLKSIZE, Attr
 from cachexfs.engine.vnode import Handle
-from cachexfs.errors import CacheXError, FsError
+from cachexfs.errors import CacheXError, FsError, LateError
 from cachexfs.supervisor.client import Supervisor
 from cachexfs.supervisor.payloads import SharedPayloads
 
@@ -55,13 +56,17 @@ def handler(function: H) -> H:
     @functools.wraps(function)
     async def guarded(self: Operations, *args: Any, **kwargs: Any) -> Any:
         try:
-            return await function(self, *args, **kwargs)
+            found = await function(self, *args, **kwargs)
+            if self.filesystem.node.failed_calls:
+                self.filesystem.node.failed_calls.worked(self.asked(function.__name__, args))
+            return found
         except FUSEError:
             raise
         except FsError as error:
             if error.errno == errno.EIO:
                 log.warning("%s: %s", function.__name__, error)
-                self.filesystem.node.note_failed_call(f"{function.__name__}: {error}")
+                asked = self.asked(function.__name__, args, error)
+                self.filesystem.node.failed_calls.failed(asked, f"{function.__name__}: {error}")
             raise FUSEError(error.errno) from None
         except OSError as error:
             raise FUSEError(error.errno or errno.EIO) from None
@@ -73,6 +78,9 @@ def handler(function: H) -> H:
     return cast(H, guarded)
 
 
+#: Calls whose first argument is an open file, or an open directory.
+ON_HANDLE = ("read", "write", "flush", "fsync", "release")
+ON_LISTING = ("readdir", "fsyncdir")
 DOTS = (b".", b"..")  # at places 1 and 2
 
 
@@ -138,6 +146,16 @@ class Operations(pyfuse3.Operations):  # type: ignore[misc]
     @staticmethod
     def _fid(ino: int) -> int:
         return ROOT_FID if ino == pyfuse3.ROOT_INODE else ino
+
+    def asked(self, function: str, args: Sequence[Any], error: FsError | None = None) -> Asked:
+        """What a call was about. A write that waits for its boundary (O_SYNC) fails as an fsync does."""
+        if function in ON_HANDLE:
+            handle = self._handles.get(args[0])
+            fid = handle.vnode.fid if handle is not None else error.fid if error is not None else 0
+            return "fsync" if isinstance(error, LateError) else function, fid, b""
+        if function in ON_LISTING:
+            return function, self._listings.get(args[0], (0, None))[0], b""
+        return function, self._fid(args[0]), args[1] if len(args) > 1 and isinstance(args[1], bytes) else b""
 
     def _entry(self, attr: Attr) -> EntryAttributes:
         entry = EntryAttributes()
@@ -320,8 +338,13 @@ class Operations(pyfuse3.Operations):  # type: ignore[misc]
     @handler
     async def release(self, fh: int) -> None:
         handle = self._handles.pop(fh, None)
-        if handle is not None:
+        if handle is None:
+            return
+        try:
             await self.filesystem.release(handle)
+        except FsError as error:
+            error.fid = handle.vnode.fid
+            raise
 
     # ---- directories
     @handler

@@ -88,6 +88,14 @@ def test_status_of_a_mount(daemon: FakeDaemon, run: Run) -> None:
     assert found["mounts"][0]["exit"] == 0
 
 
+def test_what_is_over_is_a_note_of_status_and_no_error(daemon: FakeDaemon, run: Run) -> None:
+    daemon.answers["status"] = [STATUS | {"notes": ["fsync: 'a' not at 'pfs' (9 s ago; it has got to 'pfs' since)"]}]
+    ran = run("status")
+    assert ran.code == 0
+    assert "note: fsync: 'a' not at 'pfs'" in ran.out
+    assert "error" not in ran.out
+
+
 def test_status_of_a_path(daemon: FakeDaemon, run: Run) -> None:
     file = {
         "path": "run/f",
