@@ -9,6 +9,7 @@ import os
 
 from cachexfs.control_answers import Answer
 from cachexfs.core.boundary import Boundary
+from cachexfs.engine.drain_left import names_awaited
 from cachexfs.engine.health import pfs_health
 from cachexfs.engine.parts import Parts
 
@@ -43,7 +44,7 @@ def is_over(parts: Parts, call: str, fid: int) -> str:
     if inode is None:
         return "it has been removed since"
     if inode.kind == "d":
-        is_there = not parts.drainer.awaited_in(parts.reader.path(fid) or b"")
+        is_there = not names_awaited(parts.drainer, parts.reader.path(fid) or b"")
         return "its names are on the PFS since" if is_there else ""
     stage = parts.attributes.stage(fid, inode)
     if stage in (Boundary.WRITING, Boundary.LOST):

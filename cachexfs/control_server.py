@@ -20,12 +20,14 @@ import trio
 from cachexfs import control_explain, control_recovery, control_umount
 from cachexfs.control_answers import Answer, Facts, NotFoundError, Send, pause
 from cachexfs.control_errors import errors_and_notes
+from cachexfs.control_progress import of_files, rounded
 from cachexfs.core.boundary import Boundary
 from cachexfs.core.records import ROOT_FID, Inode
 from cachexfs.core.routes import AUTO
 from cachexfs.ending import Ending
 from cachexfs.engine.attributes import rfc3339
 from cachexfs.engine.completeness import BEING_WRITTEN, Checkpoint
+from cachexfs.engine.drain_left import left_to_copy
 from cachexfs.engine.health import pfs_health
 from cachexfs.engine.parts import Parts
 from cachexfs.engine.refresh import Refresher
@@ -58,7 +60,6 @@ class ControlServer:
         self.leaving: control_umount.Leaving | None = None
         self.vouch: control_recovery.Vouch | None = None
         self.on_stale: Callable[[int, bytes], None] = lambda parent, name: None  # the kernel's entry is old
-        self._rate = (self.started_s, 0, 0)
 
     async def serve(self, path: str, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Listen on a unix socket until cancelled."""
@@ -199,11 +200,7 @@ class ControlServer:
 
     def _mount_facts(self) -> Answer:
         node, drainer, view = self.node, self.parts.drainer, self.node.catalogue.view
-        now_s, landed, sent = time.time(), drainer.progress.landed_bytes, self.parts.replicator.sent_bytes
-        last_s, last_landed, last_sent = self._rate
-        elapsed_s = max(now_s - last_s, 1e-3)
-        if elapsed_s > 1:
-            self._rate = (now_s, landed, sent)
+        now_s, left = time.time(), left_to_copy(drainer)
         partners = node.partners()
         health = pfs_health(node)
         errors, notes = errors_and_notes(self.parts)
@@ -222,8 +219,9 @@ class ControlServer:
             "staging_used": node.staging.used_bytes, "staging_limit": node.staging.limit_bytes,
             "nvme_used": node.staging.spilled_bytes + (node.replicas.used_bytes if node.replicas is not None else 0),
             "pending_bytes": drainer.pending_bytes(), "pending_ops": view.op_count,
-            "drain_bytes_s": round((landed - last_landed) / elapsed_s),
-            "replicate_bytes_s": round((sent - last_sent) / elapsed_s),
+            "own_copied_bytes": left.copied, "own_left_bytes": left.left, "own_left_s": rounded(left.left_s),
+            "drain_bytes_s": round(drainer.ready.copies.throughput.rate()),
+            "replicate_bytes_s": round(self.parts.replicator.throughput.rate()),
             "failed": node.failed or None, "errors": errors, "notes": notes,
         }  # fmt: skip
 
@@ -300,20 +298,17 @@ class ControlServer:
         fid, inode = await self._resolve(path)
         if inode.kind != "d":
             stage = self.parts.attributes.stage(fid, inode)
-            done = stage >= at
             reasons = [
                 control_explain.reason_of(self.parts, key, op) for key, op in self.node.catalogue.view.ops_of(fid)
             ]
             why = "; ".join([f"it is at '{stage.label}'", *reasons])
-            return done, why, _progress([(inode.size, done)])
+            return stage >= at, why, of_files(self.parts, [(b"", fid, inode)], at)
         checkpoint = await self.completeness.checkpoint(fid)
-        records = [(f, i) for _, f, i in self.completeness.walk(fid)]
-        done_list = [(i.size, self.parts.attributes.stage(f, i) >= at) for f, i in records]
-        progress = _progress(done_list)
+        below = list(self.completeness.walk(fid))
+        progress = of_files(self.parts, below, at)
         if checkpoint is None:
-            done = all(done for _, done in done_list)
-            behind = next((n for n, f, i in self.completeness.walk(fid) if self.parts.attributes.stage(f, i) < at), b"")
-            return done, f"files below have not reached it, '{_text(behind)}' for one", progress
+            behind = next((n for n, f, i in below if self.parts.attributes.stage(f, i) < at), None)
+            return behind is None, f"files below have not reached it, '{_text(behind or b'')}' for one", progress
         if checkpoint.missing:
             piece = checkpoint.missing[0]
             return False, control_explain.words_of(piece), progress
@@ -357,10 +352,3 @@ class ControlServer:
 
 def _time(time_s: float) -> str | None:
     return rfc3339(time_s) if time_s else None
-
-
-def _progress(items: list[tuple[int, bool]]) -> Answer:
-    return {
-        "bytes_done": sum(size for size, done in items if done), "bytes_total": sum(size for size, _ in items),
-        "files_done": sum(done for _, done in items), "files_total": len(items),
-    }  # fmt: skip

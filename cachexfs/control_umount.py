@@ -13,6 +13,7 @@ import trio
 
 from cachexfs import control_explain
 from cachexfs.control_answers import Answer, Send, pause
+from cachexfs.control_progress import of_drain
 from cachexfs.core.boundary import Boundary
 from cachexfs.core.records import ROOT_FID, Op, OpKind
 from cachexfs.ending import Ending
@@ -49,7 +50,7 @@ class Unmount:
         left += self._left_behind()
         if self.leaving is not None and not ending.abandoned and not left:
             async for _ in self.leaving(deadline_s):
-                await send({"progress": self._left()})
+                await send({"progress": of_drain(self.parts)})
             with self.node.foreground.awaited():  # of a node that has ended before its own drain was done
                 await self._drain(send, deadline_s, patient=timeout is not None)
             await self._await_others(send, deadline_s)
@@ -76,7 +77,7 @@ class Unmount:
             elif trio.current_time() - since_s > STALLED_S:
                 return
             began_s = trio.current_time()
-            await send({"progress": self._left()})
+            await send({"progress": of_drain(self.parts)})
             await pause(began_s)
 
     def _kept_for_others(self, told: set[str]) -> list[Answer]:
@@ -119,15 +120,8 @@ class Unmount:
             if not patient and hopeless and trio.current_time() - since_s > STALLED_S:
                 return
             began_s = trio.current_time()
-            await send({"progress": self._left()})
+            await send({"progress": of_drain(self.parts)})
             await pause(began_s)
 
     def _undrained(self) -> list[tuple[bytes, Op]]:
         return self.parts.drainer.own_pending()
-
-    def _left(self) -> Answer:
-        pending = self._undrained()
-        return {
-            "bytes_left": sum(op.size for _, op in pending if op.kind == OpKind.PUT), "ops_left": len(pending),
-            "files": [os.fsdecode(op.path) for _, op in pending[:20]],
-        }  # fmt: skip

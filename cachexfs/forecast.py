@@ -55,14 +55,17 @@ class Forecast:
         self._synced: dict[int, None] = {}  # files whose fsync has told, and whose landing is to be seen yet
         self._send, self._receive = trio.open_memory_channel[int | BoundaryRecord](QUEUE_MAX)
 
-    def eta_s(self, boundary: str, size: int, route: str = PARTNER) -> tuple[float, float] | None:
-        """(median, 95% bound) in s from the publication of ``size`` bytes to ``partner`` or ``pfs``; None: unknown.
+    def eta_s(
+        self, boundary: str, size: int, route: str = PARTNER, waited_s: float = 0.0
+    ) -> tuple[float, float] | None:
+        """(median, 95% bound) in s until ``size`` bytes are at ``partner`` or ``pfs``, ``waited_s`` after their
+        publication; None: unknown.
 
         On the direct route the first boundary that is ``partner`` or better is the PFS.
         """
         alone = self.node.replica_count == 0
         leg = "direct" if alone or route == DIRECT else "partner" if boundary == PARTNER else "drain"
-        return self._online.eta_s(leg, float(max(size, 1)))
+        return self._online.eta_s(leg, float(max(size, 1)), waited_s)
 
     def choose(self) -> str:
         """The route of what begins now (``route=auto``)."""

@@ -13,15 +13,16 @@ from contextlib import contextmanager
 
 from cachexfs.cli.output import on_terminal, shown
 from cachexfs.cli.protocol import Progress
+from cachexfs.core.sizes import format_duration, format_rate
 
 LINE_EVERY_S = 10.0
 
 
 class Lines:
-    """What a command waits for, on stderr: at once when it begins to wait, and every ``LINE_EVERY_S`` until it ends."""
+    """What a command waits for, on stderr: every ``every_s`` until it ends, and ``at_once`` when it begins to wait."""
 
-    def __init__(self, every_s: float = LINE_EVERY_S) -> None:
-        self._every_s = every_s
+    def __init__(self, every_s: float = LINE_EVERY_S, at_once: bool = True) -> None:
+        self._every_s, self._at_once = every_s, at_once
         self._text = ""
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="lines", daemon=True)
@@ -30,7 +31,8 @@ class Lines:
         """What is waited for now."""
         is_first, self._text = not self._text, text
         if is_first:
-            self._write()
+            if self._at_once:
+                self._write()
             self._thread.start()
 
     def end(self) -> None:
@@ -48,16 +50,24 @@ class Lines:
 
 
 @contextmanager
-def lines(show: bool = True) -> Iterator[Callable[[str], None]]:
+def lines(show: bool = True, *, at_once: bool = True) -> Iterator[Callable[[str], None]]:
     """A function that takes what the command waits for; nothing is shown on a terminal, which has a bar."""
     if not show or on_terminal():
         yield lambda _: None
         return
-    said = Lines()
+    said = Lines(LINE_EVERY_S, at_once)
     try:
         yield said.says
     finally:
         said.end()
+
+
+def pace(report: Progress) -> str:
+    """`` at 50.0 MiB/s, about 1 m 58 s left``; empty when nothing moves."""
+    if not report.rate_bytes_s:
+        return ""
+    left = f", about {format_duration(report.left_s)} left" if report.left_s is not None else ""
+    return f" at {format_rate(report.rate_bytes_s)}{left}"
 
 
 @contextmanager
@@ -83,12 +93,13 @@ def bar(title: str, show: bool = True) -> Iterator[Callable[[Progress], None]]:
 
         def draw(report: Progress) -> None:
             nonlocal bytes_left_max
+            left = f", about {format_duration(report.left_s)} left" if report.left_s is not None else ""
             if report.bytes_total or report.files_total:
-                note = f"{report.files_done}/{report.files_total} files"
+                note = f"{report.files_done}/{report.files_total} files{left}"
                 display.update(task, total=report.bytes_total, completed=report.bytes_done, note=note)
                 return
             bytes_left_max = max(bytes_left_max, report.bytes_left)
             done = bytes_left_max - report.bytes_left
-            display.update(task, total=bytes_left_max, completed=done, note=f"{report.ops_left} changes left")
+            display.update(task, total=bytes_left_max, completed=done, note=f"{report.ops_left} changes left{left}")
 
         yield draw

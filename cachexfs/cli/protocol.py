@@ -19,6 +19,8 @@ class Progress(msgspec.Struct, frozen=True):
     files_total: int = 0
     bytes_left: int = 0
     ops_left: int = 0
+    rate_bytes_s: float = 0.0
+    left_s: float | None = None
     files: tuple[str, ...] = ()
 
 
@@ -142,6 +144,9 @@ class Status(msgspec.Struct, frozen=True):
     nvme_used: int = 0
     pending_bytes: int = 0
     pending_ops: int = 0
+    own_copied_bytes: int = 0
+    own_left_bytes: int = 0
+    own_left_s: float | None = None
     drain_bytes_s: float = 0.0
     replicate_bytes_s: float = 0.0
     failed: str | None = None

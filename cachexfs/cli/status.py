@@ -283,6 +283,20 @@ def _left_lines(left: waiting.Left) -> list[str]:
     return lines + [f"  {shown(when)}:  {shown(command)}" for when, command in left.ways_on]
 
 
+def _pending(status: Status) -> str:
+    """``10.0 GiB in 3 changes (4.2 GiB copied, about 1 m 58 s left)``; of several nodes, of which this one says how
+    far it is with its own share."""
+    if not status.pending_ops:
+        return "nothing"
+    all_of_it = f"{format_size(status.pending_bytes)} in {status.pending_ops} changes"
+    share = status.own_copied_bytes + status.own_left_bytes
+    if not share:
+        return all_of_it
+    whose = f" of {format_size(share)} on this node" if len(status.nodes) > 1 else ""
+    left = f", about {format_duration(status.own_left_s)} left" if status.own_left_s is not None else ""
+    return f"{all_of_it} ({format_size(status.own_copied_bytes)}{whose} copied{left})"
+
+
 def _mount_lines(status: Status) -> list[str]:
     lines = [
         f"{shown(status.mountpoint)} on {shown(status.pfs)}  node {status.node}, job {status.job}, "
@@ -293,14 +307,11 @@ def _mount_lines(status: Status) -> list[str]:
         live = len(status.nodes) - len(gone)
         lost = f" (lost: {', '.join(gone)})" if gone else ""
         lines.append(f"  nodes     {live} of {len(status.nodes)} live{lost}; partner {status.partner or 'none'}")
-    pending = (
-        f"{format_size(status.pending_bytes)} in {status.pending_ops} changes" if status.pending_ops else "nothing"
-    )
     now = f", now {status.route_now}: {status.route_why}" if status.route_why else ""
     lines += [
         f"  memory    {format_size(status.staging_used)} of {format_size(status.staging_limit)}; "
         f"NVMe {format_size(status.nvme_used)}",
-        f"  PFS       {_pfs_state(status)}; pending {pending}; drain {format_rate(status.drain_bytes_s)}, "
+        f"  PFS       {_pfs_state(status)}; pending {_pending(status)}; drain {format_rate(status.drain_bytes_s)}, "
         f"replication {format_rate(status.replicate_bytes_s)}",
         f"  settings  fsync {status.fsync}, route {status.route}{now}, catalogue {status.catalogue}, "
         f"kernel {status.kernel}{f' ({status.kernel_reason})' if status.kernel_reason else ''}, "

@@ -12,7 +12,7 @@ import click
 from cachexfs.cli import client, mounts
 from cachexfs.cli.mount_checks import detach
 from cachexfs.cli.output import shown, write_error, write_json, write_warning
-from cachexfs.cli.progress import bar, lines
+from cachexfs.cli.progress import bar, lines, pace
 from cachexfs.cli.protocol import Progress, Unmounted
 from cachexfs.cli.seconds import Seconds
 from cachexfs.config import mount_id
@@ -132,7 +132,9 @@ def _pending(entry: Entry, report: Progress) -> str:
         return f"{begin} all of this node is on the PFS; it serves the other nodes until they are done"
     first = next((f", '{name}' first" for name in report.files if name), "")
     changes = f"{report.ops_left} change{'' if report.ops_left == 1 else 's'}"
-    return f"{begin} {format_size(report.bytes_left)} in {changes} still to be copied to {entry.pfs}{first}"
+    return (
+        f"{begin} {format_size(report.bytes_left)} in {changes} still to be copied to {entry.pfs}{pace(report)}{first}"
+    )
 
 
 def _take_away(mount: mounts.KernelMount, entry: Entry | None) -> None:

@@ -18,6 +18,9 @@ from cachexfs.engine.node import Node
 
 PREFIX = b"user.cachex."
 MISSING_SHOWN_MAX = 64
+ETA_S_MIN = 0.001  # zero is only what is reached
+COPY_SLOWER = 2.0  # by which a copy that is under way may still slow down
+Eta = tuple[float, float]
 NO_COPY = (
     "no live copy: every holder is lost and it is not on the PFS",
     "no live copy: its node was lost before it reached the PFS, and on the route 'direct' no partner had it",
@@ -33,8 +36,9 @@ class Attributes:
     """Computes attribute values."""
 
     def __init__(self, node: Node, files: Files, completeness: Completeness) -> None:
-        #: ("partner" or "pfs", bytes, route) -> (median, 95% bound) seconds from publication, or None
-        self.eta_s: Callable[[str, int, str], tuple[float, float] | None] = lambda boundary, size, route: None
+        #: ("partner" or "pfs", bytes, route, seconds since publication) -> (median, 95% bound) seconds left, or None
+        self.eta_s: Callable[[str, int, str, float], Eta | None] = lambda boundary, size, route, waited_s: None
+        self.copy_left_s: Callable[[int], float | None] = lambda fid: None  # of a copy to the PFS that is under way
         self.node = node
         self.files = files
         self.completeness = completeness
@@ -66,11 +70,16 @@ class Attributes:
         waited_s = max(0.0, node.clock.now_s() - inode.t_returned_s) if inode.t_returned_s else 0.0
         found = {
             "stage": stage.label,
-            "eta.pfs": self._eta("pfs", inode.size, waited_s, reached=on_pfs, route=route),
+            "eta.pfs": self._eta("pfs", inode.size, waited_s, on_pfs, route, self.copy_left_s(fid)),
         }
         if node.replica_count:
             found["eta.partner"] = self._eta(
-                "partner", inode.size, waited_s, reached=stage >= Boundary.PARTNER, route=route
+                "partner",
+                inode.size,
+                waited_s,
+                stage >= Boundary.PARTNER,
+                route,
+                self.copy_left_s(fid) if route == DIRECT else None,
             )
         protected = len({copy.node for copy in node.live_copies(inode)}) > node.replica_count or not inode.size
         times = (
@@ -112,28 +121,41 @@ class Attributes:
             return PARTNER if self.node.replica_count and inode.origin else DIRECT
         return DIRECT if route == DIRECT else PARTNER
 
-    def _eta(self, boundary: str, size: int, waited_s: float, *, reached: bool, route: str = PARTNER) -> str:
+    def _eta(
+        self, boundary: str, size: int, waited_s: float, reached: bool, route: str = PARTNER,
+        copying_s: float | None = None, others: bool = False,
+    ) -> str:  # fmt: skip
+        """``copying_s``: what a copy that is under way takes at the pace so far: known better than what is usual.
+        ``others``: it is one of several."""
         if reached:
             return "p50=0 p95=0"
-        found = self.eta_s(boundary, size, route)
+        if (boundary == "pfs" or route == DIRECT) and pfs_health(self.node).away:
+            return "unknown"
+        found = self.eta_s(boundary, size, route, waited_s)
+        if copying_s is not None:
+            usual = (0.0, 0.0) if found is None else found
+            found = (max(copying_s, usual[0] if others else 0.0), max(COPY_SLOWER * copying_s, usual[1]))
         if found is None:
             return "unknown"
-        return " ".join(f"{name}={max(s - waited_s, 0.0):.3g}" for name, s in zip(("p50", "p95"), found, strict=True))
+        return " ".join(f"{name}={max(s, ETA_S_MIN):.3g}" for name, s in zip(("p50", "p95"), found, strict=True))
 
     async def _directory(self, fid: int) -> dict[str, str]:
-        weakest, pending, error = Boundary.PFS, 0, ""
+        weakest, pending, error, last_s, copying_s = Boundary.PFS, 0, "", 0.0, list[float]()
         for _, child, inode in self.completeness.walk(fid):
             weakest = min(weakest, self.stage(child, inode) if inode.kind == "f" else self.node.boundary(child, inode))
             if not self.node.on_pfs(child, inode):
-                pending += inode.size
+                pending, last_s = pending + inode.size, max(last_s, inode.t_returned_s)
+                copying_s += filter(None, [self.copy_left_s(child)])
             error = error or inode.error
+        waited_s = max(0.0, self.node.clock.now_s() - last_s) if last_s else 0.0
+        left_s = max(copying_s, default=None)
         found = {
             "stage": weakest.label,
             "pending": str(pending),
-            "eta.pfs": self._eta("pfs", pending, 0.0, reached=weakest == Boundary.PFS),
+            "eta.pfs": self._eta("pfs", pending, waited_s, weakest == Boundary.PFS, copying_s=left_s, others=True),
         }
         if self.node.replica_count:
-            found["eta.partner"] = self._eta("partner", pending, 0.0, reached=weakest >= Boundary.PARTNER)
+            found["eta.partner"] = self._eta("partner", pending, waited_s, weakest >= Boundary.PARTNER)
         if not error and weakest not in (Boundary.PFS, Boundary.WRITING) and (health := pfs_health(self.node)).away:
             error = health.words
         if error:

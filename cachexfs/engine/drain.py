@@ -21,7 +21,6 @@ from itertools import takewhile
 import msgspec
 import trio
 
-from cachexfs.core.order import parent_of
 from cachexfs.core.records import AnyRecord, Inode, Life, Op, OpKind
 from cachexfs.core.records import Node as NodeRecord
 from cachexfs.core.replica import Applied
@@ -364,20 +363,11 @@ class Drainer:
         if self.node.was_landed(inode):
             return True  # a withdrawn file, too, is there, under a hidden name
         puts = [(k, op) for k, op in view.ops_of(fid) if op.kind == OpKind.PUT and op.gen == inode.gen]
-        return any(op.ready or self._turns.is_ready(k) for k, op in puts)
+        return any(self.is_ready(k, op) for k, op in puts)
 
-    def awaited_in(self, path: bytes) -> dict[bytes, int]:
-        """Pending changes of names in a directory that its fsync waits for, with the file that each is about.
-
-        Not of what a writer has open, which lands once that has closed it, as a created file does, nor of what is held
-        for the next commit file: that is safe with its recovery record.
-        """
-        ops = self.waits.order.at_or_below(path)
-        return {key: op.fid for key, op in ops if parent_of(op.path) == path and self.is_awaited(key, op)}
-
-    def is_awaited(self, key: bytes, op: Op) -> bool:
-        """Whether an fsync of its directory waits for a pending change."""
-        return not self.files.busy(op.fid) and self.responsible(op) and not self.waits.is_held(key)
+    def is_ready(self, key: bytes, op: Op) -> bool:
+        """Whether the bytes of a PUT lie under a hidden name, as far as this node knows."""
+        return op.ready or self._turns.is_ready(key)
 
     async def changed(self) -> None:
         """Return when an operation has landed or its file is ready, or soon."""
@@ -438,4 +428,4 @@ class Drainer:
             fence_s = self.owners.fence_s(op)
             late = f" in {fence_s:.0f} s, when no call that it had begun can land late any more" if fence_s else ""
             return f"its node {op.owner} is lost; a survivor takes over{late}"
-        return "is being copied" if op is not None and op.kind == OpKind.PUT else "is under way"
+        return self.ready.copies.words(op.hidden) if op is not None and op.kind == OpKind.PUT else "is under way"

@@ -52,7 +52,6 @@ class Progress:
     """Numbers for ``status``. ``errors``: of changes that were refused, ``refused``: their errnos; ``held_up``: those
     that the PFS has not answered, with their paths."""
 
-    landed_bytes: int = 0
     landed_ops: int = 0
     errors: dict[bytes, str] = field(default_factory=dict)
     refused: dict[bytes, int] = field(default_factory=dict)

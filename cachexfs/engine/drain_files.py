@@ -24,6 +24,7 @@ from cachexfs.core.replica import Applied
 from cachexfs.core.transaction import Tx
 from cachexfs.engine.damaged import check_stage, is_whole
 from cachexfs.engine.drain_errors import RETRY_FIRST_S, RETRY_MAX_S, Progress
+from cachexfs.engine.drain_progress import Copies
 from cachexfs.engine.node import Node
 from cachexfs.engine.pfs_interface import Pfs, PfsAttrs, PfsStat
 from cachexfs.errors import CacheXError, FsError
@@ -49,6 +50,7 @@ class DrainFiles:
     def __init__(self, node: Node, progress: Progress) -> None:
         self.node = node
         self.progress = progress
+        self.copies = Copies()
         self._fsynced: dict[str, bytes] = {}  # hidden name -> tree digest of what an fsync put there
         self._made: dict[int, dict[str, int]] = {}  # file id -> hidden names that may exist -> their generation
         self._damaged: set[tuple[str, int]] = set()  # (hidden name, generation) of contents that are damaged here
@@ -113,14 +115,16 @@ class DrainFiles:
         while (now := _file_at(source)) != done:  # again where what was published has moved to a file of its own
             done = now
             try:
-                await self._pfs.prepare(source, size, op.hidden, attrs, record, STALL_S, digest=digest)
+                with self.copies.copying(op.hidden, size) as told:
+                    await self._pfs.prepare(
+                        source, size, op.hidden, attrs, record, STALL_S, digest=digest, on_progress=told
+                    )
             except FileNotFoundError:
                 moved = self._source(op, content)[0]  # to NVMe, before it was opened
                 if moved is None or moved == source:
                     raise
                 source, done = moved, -1
         self._made.setdefault(op.fid, {})[op.hidden] = op.gen  # also if another node has landed that meanwhile
-        self.progress.landed_bytes += op.size
 
     async def _is_good(self, op: Op, content: Generation | None, source: str, size: int) -> bool:
         """Whether the bytes of a PUT are what was published; not asked of those in memory that this daemon has written.

@@ -21,6 +21,7 @@ from cachexfs.core.digest import Buffer
 from cachexfs.core.records import Inode, OpKind
 from cachexfs.core.routes import PARTNER
 from cachexfs.engine.attributes import PREFIX
+from cachexfs.engine.drain_left import is_awaited, names_awaited
 from cachexfs.engine.names import Names
 from cachexfs.engine.stat import Attr
 from cachexfs.engine.vnode import WRITABLE, Handle, Vnode, keep_last, keep_time
@@ -289,13 +290,13 @@ class Filesystem(Names):
         if path is None:
             return
         drainer = self.parts.drainer
-        wanted = drainer.awaited_in(path)
+        wanted = names_awaited(drainer, path)
         with trio.move_on_after(self.node.options.fsync_timeout_s), self.node.foreground.awaited():
             while wanted:
                 last = next(reversed(wanted))  # they land about in order: not all of them are looked at each time
-                while (op := drainer.waits.order.op(last)) is not None and drainer.is_awaited(last, op):
+                while (op := drainer.waits.order.op(last)) is not None and is_awaited(drainer, last, op):
                     await drainer.changed()
-                now = drainer.awaited_in(path)
+                now = names_awaited(drainer, path)
                 left_out = {fid for key, fid in wanted.items() if key not in now and not self._has_landed(fid)}
                 wanted = {key: fid for key, fid in now.items() if key in wanted or fid in left_out}
             return

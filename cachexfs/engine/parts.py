@@ -7,6 +7,7 @@ is connected here, and nowhere else. No concurrency: nothing here waits.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 from cachexfs.engine.attributes import Attributes
 from cachexfs.engine.claims import Claims
@@ -14,6 +15,7 @@ from cachexfs.engine.completeness import Completeness
 from cachexfs.engine.content import Reader
 from cachexfs.engine.denied import Denied
 from cachexfs.engine.drain import Drainer
+from cachexfs.engine.drain_left import copy_left_s
 from cachexfs.engine.files import Files
 from cachexfs.engine.hold import Keeper
 from cachexfs.engine.interfaces import FormatReader
@@ -59,6 +61,8 @@ def assemble(node: Node, formats: FormatReader | None = None) -> Parts:
     replicator, drainer = Replicator(node, files, source), Drainer(node, files, source)
     keeper = Keeper(node, files, source.copies)
     completeness = Completeness(node, files, source, formats)
+    attributes = Attributes(node, files, completeness)
+    attributes.copy_left_s = partial(copy_left_s, drainer)
     claims, losses, takeover = Claims(node, completeness, drainer), Losses(node, completeness), Takeover(node)
     denied, reclaim = Denied(node, source), Reclaim(node)
     source.keeper, source.replicator = keeper, replicator
@@ -73,7 +77,7 @@ def assemble(node: Node, formats: FormatReader | None = None) -> Parts:
         node.catalogue.listen(part.notice)
     return Parts(
         node, files, source, replicator, drainer, keeper, Importer(node, source), completeness,
-        Attributes(node, files, completeness), claims, losses, takeover, denied, reclaim,
+        attributes, claims, losses, takeover, denied, reclaim,
         Mended(node, source, drainer),
     )  # fmt: skip
 

@@ -6,7 +6,7 @@ trio; any number of calls at a time.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -90,9 +90,11 @@ class Pfs(Protocol):
 
     async def prepare(
         self, source: str, size: int, hidden: str, attrs: PfsAttrs, record: bytes, deadline_s: float,
-        *, digest: bytes = b"",
+        *, digest: bytes = b"", on_progress: Callable[[int], None] | None = None,
     ) -> None:  # fmt: skip
         """Copy the first ``size`` bytes of a file to ``.cachexfs/tmp/<hidden>``, with a recovery record; fsync both.
+
+        ``on_progress`` gets the bytes copied so far, every second or more often.
 
         A temporary of that name is removed first, so that a late writer of an abandoned child does not touch
         the new one. An error of fsync is final: the temporary is removed before it is raised.

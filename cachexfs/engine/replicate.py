@@ -26,6 +26,7 @@ from cachexfs.core.replica import Applied
 from cachexfs.core.routes import DIRECT
 from cachexfs.engine.content import Reader
 from cachexfs.engine.damaged import drop
+from cachexfs.engine.drain_progress import Throughput
 from cachexfs.engine.files import Files
 from cachexfs.engine.interfaces import Synced
 from cachexfs.engine.node import Node
@@ -72,7 +73,7 @@ class Replicator:
         self._nursery: trio.Nursery | None = None
         self._slots = trio.CapacityLimiter(SENDERS_MAX)
         self.router = Router(node)
-        self.sent_bytes = 0
+        self.throughput = Throughput()
 
     # ---- what is wanted
     def notice(self, changes: Applied) -> None:
@@ -323,7 +324,7 @@ class Replicator:
                     self.node.note_sent(name, error)
                 raise
             self.node.note_sent(name)
-            self.sent_bytes += sum(length for _, length, _ in lacking)
+            self.throughput.moved(sum(length for _, length, _ in lacking))
             sent.blocks = dict(enumerate(digests))
         return store
 
@@ -361,7 +362,7 @@ class Replicator:
                     await self.node.peers.push(name, stage, fd, lacking)
                 sent.blocks.update(blocks)
                 sent.ahead_bytes = whole * BLOCK_BYTES
-                self.sent_bytes += len(lacking) * BLOCK_BYTES
+                self.throughput.moved(len(lacking) * BLOCK_BYTES)
             except (CacheXError, OSError, trio.TooSlowError) as error:
                 # Publication sends everything that is missing, and reports what stands in its way.
                 log.debug("sending %s ahead to %s: %s", stage, name, error)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from statistics import NormalDist
 
 from cachexfs.errors import UsageError
 from cachexfs.model.records import BoundaryRecord
@@ -23,6 +24,9 @@ REFERENCE_RATE = float(2**30)
 ALPHA = 0.20
 OBSERVED_MIN = 10
 HYSTERESIS = 0.05
+LOG_SD_MIN = 0.1
+TAIL_SD = 6.0
+_NORMAL = NormalDist()
 STALE_S = 24 * 3600.0
 """A route not seen for this long counts as unknown."""
 
@@ -75,10 +79,16 @@ class Online:
             self._legs[leg].update(seconds, expected_s(total))
             self._seen[leg] = max(self._seen[leg], time)
 
-    def eta_s(self, leg: str, total_bytes: float) -> tuple[float, float] | None:
-        """(median, 95% bound) seconds for ``total_bytes`` on a leg; None before ten observations."""
+    def eta_s(self, leg: str, total_bytes: float, waited_s: float = 0.0) -> tuple[float, float] | None:
+        """(median, 95% bound) seconds that ``total_bytes`` on a leg still take; None before ten observations.
+
+        ``waited_s`` have passed without their arrival. Who is late is likely to stay so: see ``remaining_s``.
+        """
         forecast = self._forecast(leg, total_bytes)
-        return None if forecast is None else (forecast.median_s, forecast.interval95.high_s)
+        if forecast is None or waited_s <= 0.0:
+            return None if forecast is None else (forecast.median_s, forecast.interval95.high_s)
+        half, most = (remaining_s(forecast.median_s, forecast.log_sd, waited_s, share) for share in (0.5, 0.05))
+        return half, max(most, forecast.interval95.high_s - waited_s)
 
     def _forecast(self, leg: str, total_bytes: float) -> Forecast | None:
         tracker = self._legs[leg]
@@ -143,6 +153,18 @@ class Online:
 def expected_s(total_bytes: float) -> float:
     """The scale that trackers are relative to [s]."""
     return LATENCY_S + total_bytes / REFERENCE_RATE
+
+
+def remaining_s(median_s: float, log_sd: float, waited_s: float, share: float) -> float:
+    """Seconds after ``waited_s`` within which all but ``share`` of those that are not there yet arrive.
+
+    Times are lognormal: the quantile x of survival with S(x) = share S(waited), less what was waited. Beyond
+    ``TAIL_SD`` standard deviations the tail's hazard is taken, S(x) ~ exp(-z^2 / 2). Always above 0.
+    """
+    sd = max(log_sd, LOG_SD_MIN)
+    z = (math.log(waited_s) - math.log(median_s)) / sd
+    later = math.sqrt(z * z - 2.0 * math.log(share)) if z > TAIL_SD else -_NORMAL.inv_cdf(share * _NORMAL.cdf(-z))
+    return waited_s * math.expm1((later - z) * sd)
 
 
 def _mean_sd(forecast: Forecast) -> tuple[float, float]:

@@ -96,6 +96,34 @@ def test_what_is_over_is_a_note_of_status_and_no_error(daemon: FakeDaemon, run: 
     assert "error" not in ran.out
 
 
+def test_status_shows_how_far_a_large_copy_is(daemon: FakeDaemon, run: Run) -> None:
+    pending = {"pending_bytes": 10 << 30, "pending_ops": 3, "nodes": [{"name": "n1"}]}
+    under_way = {"own_copied_bytes": 4 << 30, "own_left_bytes": 6 << 30, "own_left_s": 118.2}
+    daemon.answers["status"] = [STATUS | pending | under_way]
+    assert "10.0 GiB in 3 changes (4.0 GiB copied, about 1 m 58 s left)" in run("status").out
+    several = {"nodes": [{"name": "n1"}, {"name": "n2"}], "pending_bytes": 20 << 30, "own_left_s": None}
+    daemon.answers["status"] = [STATUS | pending | under_way | several]
+    assert "20.0 GiB in 3 changes (4.0 GiB of 10.0 GiB on this node copied)" in run("status").out
+
+
+def test_a_long_wait_off_a_terminal_says_what_it_waits_for(
+    daemon: FakeDaemon, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    report = {
+        "bytes_done": 4 << 30,
+        "bytes_total": 10 << 30,
+        "files_total": 1,
+        "rate_bytes_s": 50 << 20,
+        "left_s": 118.2,
+    }
+    daemon.answers["wait"] = [{"progress": report}]  # and silence
+    monkeypatch.setattr(progress, "LINE_EVERY_S", 0.05)
+    monkeypatch.setattr(wait, "SILENCE_S", 0.5)
+    ran = run("wait", daemon.mountpoint / "f", "--at", "pfs")
+    assert "4.0 GiB of 10.0 GiB are there at 50.0 MiB/s, about 1 m 58 s left" in ran.err
+    assert "at 'pfs'" not in run("wait", daemon.mountpoint / "f", "--at", "pfs", "--json").err
+
+
 def test_status_of_a_path(daemon: FakeDaemon, run: Run) -> None:
     file = {
         "path": "run/f",

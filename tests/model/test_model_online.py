@@ -9,7 +9,7 @@ import pytest
 
 from cachexfs.errors import UsageError
 from cachexfs.model.delays import Delay
-from cachexfs.model.online import Online
+from cachexfs.model.online import Online, remaining_s
 from cachexfs.model.records import BoundaryRecord
 from cachexfs.model.route import decide_route
 
@@ -55,6 +55,29 @@ def test_eta_scales_with_bytes() -> None:
     assert median == pytest.approx(100.0, rel=0.1)
     assert high > median
     assert (online.eta_s("direct", 32 * GIB) or (0.0,))[0] == pytest.approx(median / 2, rel=0.01)
+
+
+def test_what_is_late_is_never_foretold_to_be_there_already() -> None:
+    """It said p50=0 of whatever had waited for longer than usual, for as long as that took."""
+    online = Online()
+    feed(online, "direct", 0.0, 100.0)
+    fresh = online.eta_s("direct", 64 * GIB) or (0.0, 0.0)
+    waits = (1e-9, 1.0, 50.0, 90.0, 100.0, 150.0, 400.0, 1e5)
+    etas = [online.eta_s("direct", 64 * GIB, waited_s) or (0.0, 0.0) for waited_s in waits]
+    assert etas[0] == pytest.approx(fresh, rel=0.1)
+    assert etas[2][0] == pytest.approx(fresh[0] - 50.0, rel=0.05)  # nobody arrives so early
+    assert all(0.0 < median < most for median, most in etas)
+    late = [median for median, _ in etas[4:]]
+    assert late[-1] > late[-2]  # who is a thousand times late is not there in a moment
+
+
+@pytest.mark.parametrize("waited_s", [20.0, 100.0, 130.0, 180.0, 250.0])
+def test_what_remains_is_the_quantile_among_those_that_are_not_there_yet(waited_s: float) -> None:
+    rng = random.Random(1)
+    times = [100.0 * math.exp(0.3 * rng.gauss(0.0, 1.0)) for _ in range(400_000)]
+    later = sorted(time - waited_s for time in times if time > waited_s)
+    for share in (0.5, 0.05):
+        assert remaining_s(100.0, 0.3, waited_s, share) == pytest.approx(later[int(len(later) * (1 - share))], rel=0.1)
 
 
 def test_the_pfs_is_observed_on_both_routes() -> None:

@@ -151,6 +151,7 @@ class SimPfs:
         deadline_s: float,
         *,
         digest: bytes = b"",
+        on_progress: Callable[[int], None] | None = None,
     ) -> None:
         """See ``Pfs``."""
         name, store = hidden.encode(), self.store
@@ -167,6 +168,8 @@ class SimPfs:
             await self._step("create part", lambda: store.change((store.tmp, nonce, part)), deadline_s)
             while len(part.data) < size:
                 await self._step("write part", lambda: self._write(part, file, size), deadline_s)
+                if on_progress is not None:
+                    on_progress(len(part.data))
             await self._step("sync part", lambda: store.sync_file(part), deadline_s)
             _check(part, digest)
             record_part.data = record
