@@ -24,6 +24,7 @@ from cachexfs.core.replica import Replica
 
 _ATTRIBUTES = (OpKind.ATTR, OpKind.DIRATTR)
 _LANDS = (OpKind.PUT, OpKind.RENAME, OpKind.LINK)
+FULL = "it holds what the catalogue does not know"
 _SPECIAL = (OpKind.SYMLINK, OpKind.MKNOD)
 
 
@@ -179,8 +180,12 @@ class _Planner:
         inode, there = self._view.inode(op.fid), self._tree.find(op.path)
         hidden = inode is not None and inode.pfs is not None and bool(inode.pfs.hidden)
         if there is not None:
+            seen = not op.cancelled and not _lists(op)
+            if seen and (why := self._in_the_way(op.path2, there)):
+                self._give_up(op, why)  # it has been, and more since; where the mount has it something brings it anew
+                return None
             self._tree.take(op.path)
-            if op.cancelled or _lists(op):
+            if not seen:
                 self._held.add(op.fid)
             elif inode is not None:
                 self._need(parent_of(op.path2))
@@ -193,6 +198,15 @@ class _Planner:
         if inode.kind == "d":
             return self._make(Op(OpKind.MKDIR, op.path2, op.owner, fid=op.fid))
         return self._instead(op, inode)
+
+    def _in_the_way(self, path: bytes, moved: Entry) -> str:
+        """Why the PFS would refuse for ever to give something this name; empty when it would not."""
+        there = self._tree.find(path)
+        if there is None or there is moved:
+            return ""
+        if (there.kind == "d") != (moved.kind == "d"):
+            return "something else has that name"
+        return FULL if there.entries else ""
 
     def _has_been(self, op: Op, inode: Inode) -> bool:
         """Whether the PFS has what a rename was to bring."""
@@ -249,7 +263,7 @@ class _Planner:
             self._give_up(op, "something else has that name")
             return None
         elif there is not None and there.entries:
-            self._give_up(op, "it holds what the catalogue does not know")
+            self._give_up(op, FULL)
             return None
         self._tree.take(op.path)
         return op

@@ -31,6 +31,9 @@ def begin_change(tx: Tx, ctx: Ctx, fid: int) -> str:
     return route_for(tx, ctx, names[0][0]) if names else PARTNER
 
 
+FIRST_REVISION = 1
+
+
 @dataclass(frozen=True, slots=True)
 class Content:
     """What a publication says of the bytes. ``target`` is where a tracker's content points, relative to the
@@ -127,6 +130,19 @@ def complete(tx: Tx, fid: int, content: Generation, digest: bytes, tree: bytes) 
         put = next(((key, op) for key, op in tx.latest_ops_of(fid) if op.kind == OpKind.PUT), None)
         if put is not None and put[1].gen == now.gen:
             tx.put(put[0], msgspec.structs.replace(put[1], tree=tree))
+
+
+def doubt(tx: Tx, fid: int, *, late: bool) -> None:
+    """When a commit file was published is not known any more: what is published beside it later is no part of it.
+
+    ``late``: something beside it has changed since it was first published, so that nothing there is known to be of it.
+    """
+    inode, content = tx.inode(fid), tx.generation(fid)
+    if inode is None or content is None:
+        return
+    tx.put(inode_key(fid), msgspec.structs.replace(inode, stale=True, mixed=inode.mixed or late))
+    if late:
+        tx.put(generation_key(fid), msgspec.structs.replace(content, published=FIRST_REVISION))
 
 
 def close_created(tx: Tx, ctx: Ctx, fid: int) -> None:

@@ -197,12 +197,16 @@ class Drainer:
             self._consider(await self._turns.rested())
 
     async def _serve(self, key: bytes, state: State) -> None:
-        op = self.node.catalogue.view.op(key)
+        op, ready = self.node.catalogue.view.op(key), state.ready
         try:
             if op is not None:
                 await self._carry_out(key, op, state)
-                state.attempts = Attempts(late=state.attempts.late)
                 self.errors.over(key)
+                if state.ready == ready and self._goes_round(key, op, ready):
+                    state.attempts.rest()
+                    self._turns.rest(key)
+                else:
+                    state.attempts = Attempts(late=state.attempts.late)
         except (CacheXError, OSError, trio.TooSlowError) as error:
             now = self.node.catalogue.view.op(key)
             if op is None or now is None or (now.cancelled and not op.cancelled):
@@ -212,6 +216,10 @@ class Drainer:
         finally:
             self._turns.move(state, None)
             self._consider([key])
+
+    def _goes_round(self, key: bytes, op: Op, ready: bool) -> bool:
+        """Whether nothing has come of an operation, and it would begin again at once, perhaps without end."""
+        return self.node.catalogue.view.op(key) == op and self._lane_of(key, op, State(ready)) is not None
 
     # ---- operations
     async def _carry_out(self, key: bytes, op: Op, state: State) -> None:
@@ -275,7 +283,7 @@ class Drainer:
     def _is_withheld(self, op: Op) -> bool:
         """Whether a commit file that must not be seen is what the mount has: its bytes are to be safe all the same."""
         inode = self.node.catalogue.view.inode(op.fid)
-        current = inode is not None and inode.gen == op.gen and op.size > 0
+        current = op.cancelled and inode is not None and inode.gen == op.gen and op.size > 0
         return current and self.ready.has_source(op) and not self.files.busy(op.fid)
 
     async def _withhold(self, key: bytes, op: Op, state: State) -> None:

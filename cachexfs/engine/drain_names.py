@@ -204,6 +204,10 @@ class DrainNames:
                 if not again or content is None or self.node.local_path(content.stage, content.size) is None:
                     raise
                 await self._run("unlink", op.path)  # done before: this syncs the directory
+            except FileExistsError:
+                if not again:
+                    raise
+                await self._run("unlink", op.path)  # another change has brought this very content there
             await self._hide_others(op, before)
             if self.node.catalogue.view.inode(op.fid) is None:
                 await self._run("unlink", held)

@@ -18,6 +18,7 @@ from cachexfs.core import manifest as manifests
 from cachexfs.core import publication
 from cachexfs.core import records as rec
 from cachexfs.core.manifest import Manifest
+from cachexfs.core.order import lists_members
 from cachexfs.core.publication import Content
 from cachexfs.core.records import Copy, Inode, Life
 from cachexfs.core.replica import Applied
@@ -53,9 +54,13 @@ async def adopt(
 
     ``open_files`` (file id -> inode number) are those that applications still have open through a supervisor: they
     go on with their unpublished bytes. ``set_aside`` is given where the catalogue may have forgotten what it knew: what
-    has no name then is not superseded, and is kept. What is not here any more is not claimed any more.
+    has no name then is not superseded, and is kept; and a commit file that is published only now may have been closed
+    before anything beside it was. What is not here any more is not claimed any more.
     """
-    for stage in sorted(node.staging.stages(), key=_age, reverse=True):
+    stages = sorted(node.staging.stages(), key=_age, reverse=True)
+    if set_aside is not None:
+        stages.sort(key=lambda stage: not _is_commit(node, stage))
+    for stage in stages:
         if not node.staging.has(stage):
             continue  # superseded by what was adopted before it
         try:
@@ -73,7 +78,7 @@ async def adopt(
                 node.unverified.discard(stage)  # the kernel changes it: the digest of what was published tells nothing
             continue
         resumed = files.known(fid) is not None  # with its newest bytes: what those before them have, they have
-        await _adopt_one(node, keeper, stage, fid, gen, set_aside or node.staging.remove, resumed=resumed)
+        await _adopt_one(node, keeper, stage, fid, gen, set_aside, resumed=resumed)
     await _drop_absent(node, files)
     for key, entry in list(node.catalogue.view.items()):
         record = entry.record if key.startswith((b"g/", b"i/")) else None
@@ -135,6 +140,15 @@ def _age(stage: str) -> int:
         return -1
 
 
+def _is_commit(node: Node, stage: str) -> bool:
+    """Whether a staged file is a commit file that lists its members."""
+    try:
+        names = node.catalogue.view.names_of(parse_stage(stage)[0])
+    except ValueError:
+        return False
+    return any(lists_members(name) for _, name in names)
+
+
 def _in_progress(node: Node, stage: str, fid: int, gen: int) -> bool:
     """Whether a staged file has bytes that were not published, or belongs to a file without a name."""
     generation = node.catalogue.view.generation(fid)
@@ -146,7 +160,14 @@ def _in_progress(node: Node, stage: str, fid: int, gen: int) -> bool:
 
 
 async def _adopt_one(
-    node: Node, keeper: Keeper, stage: str, fid: int, gen: int, remove: Callable[[str], None], *, resumed: bool
+    node: Node,
+    keeper: Keeper,
+    stage: str,
+    fid: int,
+    gen: int,
+    set_aside: Callable[[str], None] | None,
+    *,
+    resumed: bool,
 ) -> None:
     generation = node.catalogue.view.generation(fid)
     inode = node.catalogue.view.inode(fid)
@@ -168,10 +189,11 @@ async def _adopt_one(
             log.error("%s: not published: %d bytes are more than staging may hold", stage, size)
             return
         if newer:
-            await _publish(node, stage, fid, generation.gen, size, torn=passed)
+            forgotten = set_aside is not None and _is_commit(node, stage)
+            await _publish(node, stage, fid, generation.gen, size, torn=passed, stale=forgotten)
             return
     if not keeper.referenced(stage):
-        (remove if generation is None and size else node.staging.remove)(stage)
+        (set_aside if set_aside is not None and generation is None and size else node.staging.remove)(stage)
 
 
 async def _complete(node: Node, stage: str, fid: int, generation: rec.Generation) -> None:
@@ -184,7 +206,7 @@ async def _complete(node: Node, stage: str, fid: int, generation: rec.Generation
     await node.catalogue.mutate(lambda tx: publication.complete(tx, fid, generation, digest, tree))
 
 
-async def _publish(node: Node, stage: str, fid: int, base: int, size: int, *, torn: bool) -> None:
+async def _publish(node: Node, stage: str, fid: int, base: int, size: int, *, torn: bool, stale: bool) -> None:
     fd = node.staging.open_file(stage)
     try:
         digest, tree, _ = await node.digests(fd, size)
@@ -200,7 +222,15 @@ async def _publish(node: Node, stage: str, fid: int, base: int, size: int, *, to
     route = (inode.route if inode is not None else "") or PARTNER
     content = Content(size, digest, tree, stage if size else "", copies, mtime_ns, torn=torn, route=route)
     ctx = node.ctx()
-    published = await node.catalogue.mutate(lambda tx: publication.publish(tx, ctx, fid, base, content))
+
+    def publish(tx: Tx) -> rec.Generation | None:
+        was = tx.inode(fid)
+        found = publication.publish(tx, ctx, fid, base, content)
+        if stale and found is not None and was is not None:
+            publication.doubt(tx, fid, late=was.stale)
+        return found
+
+    published = await node.catalogue.mutate(publish)
     if published is None or not size:
         node.staging.remove(stage)
     else:

@@ -140,6 +140,34 @@ def test_a_directory_that_is_emptied_by_earlier_changes_is_removed() -> None:
     assert world.planned() == Plan()
 
 
+@pytest.mark.parametrize("there", ["full", "file"])
+def test_a_directory_whose_new_name_the_pfs_has_given_away_is_not_moved_and_that_is_told(there: str) -> None:
+    """ENOTEMPTY or ENOTDIR for ever: it had been moved, and its old name had come to another."""
+    world = World()
+    world.directory(b"e", DIR)
+    world.file(b"e/f", FILE, DIR, landed=True)
+    world.has(b"d", kind="d")
+    world.has(b"e", kind="f" if there == "file" else "d")
+    if there == "full":
+        world.has(b"d/new", ino=78)
+        world.has(b"e/f")
+    key = world.pending("1", Op(OpKind.RENAME, b"d", "n0", fid=DIR, path2=b"e", commit=True))
+    found = world.planned()
+    assert found.changes == {key: None}
+    assert [path for path, _ in found.told] == [b"e"]
+    assert found.again == ({} if there == "full" else {b"e/f": FILE})
+
+
+def test_a_directory_is_moved_over_one_that_earlier_changes_empty() -> None:
+    world = World()
+    world.directory(b"e", DIR)
+    world.has(b"d", b"e", kind="d")
+    world.has(b"e/a")
+    world.pending("1", Op(OpKind.UNLINK, b"e/a", "n0", fid=OTHER, commit=True, below=b"e"))
+    world.pending("2", Op(OpKind.RENAME, b"d", "n0", fid=DIR, path2=b"e", commit=True))
+    assert world.planned() == Plan()
+
+
 def test_a_withdrawal_of_what_is_not_there_only_takes_the_claim() -> None:
     world = World()
     world.file(b".metadata", FILE, landed=True)

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 import msgspec
+import pytest
 import trio
 import trio.testing
 from sim_check import Checkers, Saves
 from test_found import NAMES, Scene, scene
 
-from cachexfs.core.records import Op, OpKind, decode, inode_key
+from cachexfs.core.records import Generation, Op, OpKind, decode, generation_key, inode_key, op_key
 from cachexfs.core.replica import Change, Replica
 from cachexfs.core.transaction import Tx
 from cachexfs.engine.drain import UNKNOWN
+from cachexfs.engine.turns import State
 
+TRIES_MAX = 30  # to carry out a change or two
 Lost = Callable[[int, list[Change]], bool]
 
 
@@ -59,6 +62,20 @@ async def a_checkpoint(scene: Scene) -> Checkers:
     await scene.drained()
     scene.before = lambda step: checkers.commit_last(step)
     return checkers
+
+
+def counted(scene: Scene, carry_out: Callable[[bytes, Op, State], Awaitable[None]]) -> list[bytes]:
+    """The drain carries out what it does by this from now on, until there have been too many. Returns their keys."""
+    tries: list[bytes] = []
+
+    async def count(key: bytes, op: Op, state: State) -> None:
+        tries.append(key)
+        if len(tries) > TRIES_MAX:
+            scene.life.kill()
+        await carry_out(key, op, state)
+
+    scene.life.parts.drainer._carry_out = count  # type: ignore[method-assign]
+    return tries
 
 
 @scene()
@@ -181,3 +198,104 @@ async def test_a_commit_file_that_was_taken_off_comes_back_when_the_pfs_has_what
     checkers.commit_last("the end")
     assert scene.on_pfs(b"d/.metadata", synced=True) == NAMES
     assert scene.on_pfs(b"d/log") == b"no member"
+
+
+@scene(fsync="returned")
+async def test_one_content_that_two_changes_bring_lands_without_going_round(scene: Scene) -> None:
+    """Of the same hidden name: the first was taken for a commit file that must not be seen, again and again."""
+    scene.faults.away = True
+    await scene.write(b"a", b"data")
+    drainer, node = scene.life.parts.drainer, scene.life.node
+    ((key, op),) = [row for row in drainer.own_pending() if row[1].kind == OpKind.PUT]
+    again = op_key(node.ctx().next_op())
+    await node.catalogue.mutate(lambda tx: tx.put(again, op))
+    assert drainer.waits.order.next_put(key) == again
+    tries = counted(scene, drainer._carry_out)
+    scene.faults.away = False
+    await scene.drained()
+    assert len(tries) <= TRIES_MAX
+    assert scene.on_pfs(b"a") == b"data"
+    assert scene.left() == []
+
+
+@scene(fsync="returned")
+async def test_a_change_that_nothing_comes_of_is_tried_slowly(scene: Scene) -> None:
+    """Without end, and nothing else of the daemon went on."""
+
+    async def nothing(key: bytes, op: Op, state: State) -> None:
+        await trio.lowlevel.checkpoint()
+
+    carry_out = scene.life.parts.drainer._carry_out
+    tries = counted(scene, nothing)
+    await scene.write(b"a", b"data")
+    await trio.sleep(60)
+    assert len(tries) <= TRIES_MAX
+    scene.life.parts.drainer._carry_out = carry_out  # type: ignore[method-assign]
+    await scene.drained()
+    assert scene.on_pfs(b"a") == b"data"
+
+
+@scene()
+async def test_a_commit_file_that_two_changes_are_to_hide_is_hidden_once(scene: Scene) -> None:
+    """EEXIST for ever: it had landed under its earlier name, and was copied again."""
+    await scene.mkdir(b"d")
+    await scene.write(b"d/.metadata.tmp", NAMES)
+    await scene.drained()
+    scene.faults.away = True
+    await scene.write(b"d/m", b"one")
+    await scene.rename(b"d/.metadata.tmp", b"d/.metadata")
+    fid, node = await scene.ino(b"d/.metadata"), scene.life.node
+    content = node.catalogue.view.generation(fid)
+    assert content is not None
+    put = Op(
+        OpKind.PUT, b"d/.metadata", "n0", fid, content.gen, commit=True, below=b"d",
+        size=content.size, stage=content.stage, tree=content.tree,
+    )  # fmt: skip
+    await node.catalogue.mutate(lambda tx: tx.put(op_key(node.ctx().next_op()), put))
+    await forgets(scene, lambda revision, changes: False)
+    scene.faults.away = False
+    await scene.drained()
+    await trio.sleep(60)
+    await scene.drained()
+    assert scene.on_pfs(b"d/.metadata.tmp") is None
+    assert scene.on_pfs(b"d/.metadata", synced=True) == NAMES
+    assert scene.left() == []
+
+
+def publishes(*fids: int) -> Lost:
+    """Revisions that publish bytes of one of these files."""
+    keys = {generation_key(fid) for fid in fids}
+
+    def lost(revision: int, changes: list[Change]) -> bool:
+        found = [decode(change.value) for change in changes if change.key in keys and change.value is not None]
+        return any(isinstance(content, Generation) and content.size for content in found)
+
+    return lost
+
+
+@pytest.mark.parametrize("forgotten", ["", "commit file", "both"])
+def test_a_commit_file_whose_publication_is_forgotten_claims_no_later_member(forgotten: str) -> None:
+    """It was published as if closed after all that is beside it."""
+
+    @scene(fsync="returned")
+    async def play(scene: Scene) -> None:
+        scene.faults.away = True
+        await scene.mkdir(b"d")
+        await scene.write(b"d/m", b"one")
+        await scene.write(b"d/.metadata", NAMES)
+        commit, member = await scene.ino(b"d/.metadata"), await scene.ino(b"d/m")
+        if forgotten:
+            await scene.write(b"d/m", b"two")
+        checkers = Checkers(scene.store, Saves())
+        checkers.saves.made[NAMES] = {b"m": b"one"}
+        checkers.kept.excused = True
+        scene.before = lambda step: checkers.commit_last(step)
+        await forgets(scene, publishes(commit, *([member] if forgotten == "both" else [])))
+        assert await scene.read(b"d/.metadata") == NAMES
+        scene.faults.away = False
+        await trio.sleep(200)
+        checkers.commit_last("the end")
+        found = await scene.life.parts.attributes.of(await scene.ino(b"d"))
+        assert (found["restartable"], scene.on_pfs(b"d/.metadata")) == (("no", None) if forgotten else ("pfs", NAMES))
+
+    play()

@@ -1,7 +1,9 @@
 """The engine from seeds: whatever dies and fails, the promises hold. More of it: ``make crashsim SEEDS=A-B``."""
 
 import tempfile
+import time
 from collections import Counter
+from contextlib import suppress
 
 import pytest
 import trio
@@ -65,25 +67,29 @@ def test_a_seed_gives_the_same_run_again(scenario: str) -> None:
     assert len(set(seen[0])) > 20
 
 
-@pytest.mark.parametrize("how", ["waits", "goes round", "never waits"])
+@pytest.mark.parametrize("how", ["waits", "goes round", "never waits", "drops an error"])
 def test_a_run_that_does_not_end_says_what_waits(how: str) -> None:
     async def waits_for_ever() -> None:
-        while how != "waits":
-            if how == "goes round":
-                await trio.lowlevel.checkpoint()
+        with suppress(Violation if how == "drops an error" else ()):
+            while how != "waits":
+                if how == "goes round":
+                    await trio.lowlevel.checkpoint()
+        while time.process_time() < end_s:
+            pass
         await trio.sleep_forever()
 
     async def main() -> None:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(waits_for_ever)
 
-    limits = Limits(simulated_s=100.0, steps=1000, processor_s=1.0)
-    with processor_limit(limits.processor_s), pytest.raises(BaseExceptionGroup) as error:
+    end_s = time.process_time() + 3.0 if how == "drops an error" else 0.0
+    limits = Limits(simulated_s=100.0, steps=1000, processor_s=1.0, again_s=0.5)
+    with processor_limit(limits), pytest.raises(BaseExceptionGroup) as error:
         trio.run(limited, main, limits, clock=trio.testing.MockClock(autojump_threshold=0))
     found = first(error.value)
     assert isinstance(found, Violation)
     assert "waits_for_ever" in str(found)
-    assert "hang" in str(found)
+    assert ("hang: 1 s of processor" if how in ("never waits", "drops an error") else "hang: no end") in str(found)
 
 
 #: Scenario -> its seeds in the suite, and what these are to have seen at least once: else they show nothing.
