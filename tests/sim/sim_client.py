@@ -161,6 +161,14 @@ class Client:
 
     async def settle(self) -> None:
         """After a death: the mount shows the state before or after the step that was interrupted."""
+        while True:
+            try:
+                await self._settle()
+            except Killed:
+                continue  # its node was lost meanwhile
+            return
+
+    async def _settle(self) -> None:
         if (loss := self.world.loss) is not None:
             await self._settle_loss(loss)
             return
@@ -325,6 +333,8 @@ class Client:
             outcome = await life.call(lambda fs, found=found: self._walk(fs, b"", found, lost))  # type: ignore[misc]
             if outcome.killed:
                 continue
+            if self.world.loss is not None and not lost:
+                raise Killed
             if outcome.errno == errno.EIO and self.world.trouble and trio.current_time() < end_s:
                 await trio.sleep(1)
                 continue
