@@ -8,6 +8,8 @@ path and the directories above it, however many operations are pending.
 
 - Changes of one path, or of a path and its ancestor, keep their order.
 - A rename or rmdir waits for earlier changes below its paths.
+- A file's content waits for earlier renames of any of its names (hard links): whether such a rename has been is seen by
+  the file that lies there, which that content replaces.
 - A commit operation waits for all earlier changes in or below its directory, a pointer also for those at or
   below its target.
 - A removal waits for all that was written, renamed or linked before it, wherever that is: what rotates its checkpoints
@@ -135,6 +137,7 @@ class PendingOrder:
         self._awaited: dict[bytes, _Queue] = {}  # what a commit operation waits for -> these
         self._listing: dict[bytes, _Queue] = {}  # directory -> what lands a commit file that lists members there
         self._puts: dict[int, _Queue] = {}  # file id -> its contents
+        self._moves: dict[int, _Queue] = {}  # file id -> renames of its names
 
     def __len__(self) -> int:
         return len(self._ops)
@@ -151,8 +154,8 @@ class PendingOrder:
         self._ops[key] = (seq, op)
         for table, path in self._places(op):
             table.setdefault(path, _Queue()).add(seq)
-        if op.kind == OpKind.PUT:
-            self._puts.setdefault(op.fid, _Queue()).add(seq)
+        if (files := self._of_files(op)) is not None:
+            files.setdefault(op.fid, _Queue()).add(seq)
 
     def remove(self, key: bytes) -> None:
         """Forget an operation that landed or was given up."""
@@ -164,8 +167,11 @@ class PendingOrder:
             queue = table.get(path)
             if queue is not None and queue.discard(seq):
                 del table[path]
-        if op.kind == OpKind.PUT and self._puts[op.fid].discard(seq):
-            del self._puts[op.fid]
+        if (files := self._of_files(op)) is not None and files[op.fid].discard(seq):
+            del files[op.fid]
+
+    def _of_files(self, op: Op) -> dict[int, _Queue] | None:
+        return self._puts if op.kind == OpKind.PUT else self._moves if op.kind == OpKind.RENAME else None
 
     def blocker(self, key: bytes, passing: Passing | None = None) -> bytes | None:
         """Key of an operation that must land before ``key``; None when it may land now.
@@ -189,6 +195,8 @@ class PendingOrder:
                 last = self._last_of((self._under, path), before=seq)
             if last is not None:
                 return last
+        if op.kind == OpKind.PUT and op.fid in self._moves and (move := self._moves[op.fid].last(seq)) is not None:
+            return move[1]
         return self._commit_blocker(seq, op, passing) if waits_for_others(op) else None
 
     def _commit_blocker(self, seq: Seq, op: Op, passing: Passing | None) -> bytes | None:

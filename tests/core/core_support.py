@@ -173,6 +173,8 @@ def must_wait(later: Op, earlier: Op) -> bool:
             first = is_unfinished_marker(name) or (leaves and other == earlier.path)
             if first and path != above and covers(above, path):
                 return True
+    if later.kind == OpKind.PUT and earlier.kind == OpKind.RENAME and later.fid == earlier.fid:
+        return True
     makes = (OpKind.PUT, OpKind.RENAME, OpKind.LINK, OpKind.SYMLINK, OpKind.RESTORE)
     if later.kind in (OpKind.UNLINK, OpKind.WITHDRAW) and earlier.kind in makes:
         return True

@@ -33,7 +33,8 @@ def operations(draw: st.DrawFn) -> Op:
     commit = kind in (OpKind.RENAME, OpKind.UNLINK, OpKind.RMDIR, OpKind.SYMLINK) or path.endswith(b".metadata")
     below = parent_of(path2 if kind == OpKind.RENAME else path) if commit else b""
     target = draw(st.none() | paths() | st.just(b"")) if commit else None
-    return Op(kind, path, "n0", path2=path2, commit=commit, below=below, target=target)
+    fid = draw(st.integers(1, 3))
+    return Op(kind, path, "n0", fid, path2=path2, commit=commit, below=below, target=target)
 
 
 def keyed(ops: list[Op]) -> list[tuple[bytes, int, Op]]:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import errno
+import os
 
 import trio
 from test_found import Scene, scene
 from test_found_nodes import _After
 
+from cachexfs.engine.drain_errors import RETRY_FIRST_S
 from cachexfs.engine.pfs_interface import PfsStat
 
 
@@ -78,3 +80,36 @@ async def test_what_an_fsync_had_prepared_for_two_contents_of_one_removed_file_g
     await scene.drained()
     await trio.sleep(20)
     assert scene.left() == []
+
+
+@scene(fsync="returned")
+async def test_a_rename_of_a_hard_link_is_recognised_after_the_daemon_died_before_it_could_note_it(
+    scene: Scene,
+) -> None:
+    """ENOENT for ever: another name of the file had got new bytes meanwhile, so that what had moved was not known."""
+    await scene.write(b"a", b"old")
+    await scene.fs.link(await scene.ino(b"a"), *await scene.place(b"c"))
+    await scene.drained()
+    scene.faults.away = True
+    await scene.rename(b"c", b"b")
+    handle = await scene.fs.open(await scene.ino(b"a"), os.O_WRONLY)
+    await scene.fs.write(handle, 0, b"new")
+    await scene.close(handle)
+    await scene.unlink(b"b")
+    steps: list[str] = []
+
+    def before(what: str) -> None:
+        steps.append(what)
+        if steps[-2:] == ["rename", "sync directory"]:
+            raise OSError(errno.EIO, "refused")
+
+    scene.before = before
+    scene.faults.away = False
+    with trio.fail_after(100):
+        while "rename" not in steps:  # noqa: ASYNC110
+            await trio.sleep(0.01)
+    await trio.sleep(RETRY_FIRST_S * 0.8)  # what does not wait for the rename lands
+    await scene.killed()
+    await scene.drained()
+    assert scene.on_pfs(b"a") == b"new"
+    assert [scene.on_pfs(name) for name in (b"b", b"c")] == [None, None]
