@@ -29,9 +29,18 @@ from cachexfs.engine.attributes import rfc3339
 from cachexfs.engine.completeness import BEING_WRITTEN, Checkpoint
 from cachexfs.engine.drain_left import left_to_copy
 from cachexfs.engine.health import pfs_health
+from cachexfs.engine.names import STALE_AFTER_S
 from cachexfs.engine.parts import Parts
 from cachexfs.engine.refresh import Refresher
-from cachexfs.errors import EXIT_CANNOT_TELL, EXIT_TIMEOUT, EXIT_USAGE, CacheXError, CannotTellError, FsError
+from cachexfs.errors import (
+    EXIT_CANNOT_TELL,
+    EXIT_TIMEOUT,
+    EXIT_USAGE,
+    CacheXError,
+    CannotTellError,
+    CatalogueUnavailableError,
+    FsError,
+)
 
 log = logging.getLogger(__name__)
 
@@ -124,9 +133,14 @@ class ControlServer:
         await found(request, send)
 
     # ---- finding
-    async def _resolve(self, path: str | None) -> tuple[int, Inode]:
-        """(file id, record) of a path relative to the mount."""
-        await self.node.catalogue.barrier()
+    async def _resolve(self, path: str | None, *, may_be_old: bool = False) -> tuple[int, Inode]:
+        """(file id, record) of a path relative to the mount. ``may_be_old``: as seen last, while nobody can tell."""
+        try:
+            with trio.move_on_after(STALE_AFTER_S if may_be_old else float("inf")):
+                await self.node.catalogue.barrier()
+        except CatalogueUnavailableError:
+            if not may_be_old:
+                raise
         fid, view = ROOT_FID, self.node.catalogue.view
         for part in os.fsencode(path or "").split(b"/"):
             if part in (b"", b"."):
@@ -177,7 +191,7 @@ class ControlServer:
     # ---- status
     async def _status(self, request: Answer, send: Send) -> None:
         path = request.get("path")
-        fid, inode = await self._resolve(path)
+        fid, inode = await self._resolve(path, may_be_old=True)
         if inode.kind == "d":
             checkpoints = await self._alive(send, lambda: self.completeness.below(fid, patience_s=PATIENCE_S))
             answer = self._mount_facts()
@@ -213,7 +227,7 @@ class ControlServer:
                 {"name": a.name, "live": node.live(a.name), "host": a.host, "port": a.port} for a in node.options.nodes
             ],
             "partner": partners[0] if partners else None,
-            "protected": len(partners) >= node.replica_count,
+            "protected": len(partners) >= node.replica_count and not (node.replica_count and node.is_cut_off),
             "pfs_state": health.state, "pfs_error": health.why, "pfs_away_s": round(health.for_s, 1),
             "pfs_refuses": drainer.errors.refusal(), "held_up": drainer.held_up(),
             "staging_used": node.staging.used_bytes, "staging_limit": node.staging.limit_bytes,
@@ -263,7 +277,7 @@ class ControlServer:
     # ---- explain
     async def _explain(self, request: Answer, send: Send) -> None:
         path = str(request.get("path") or "")
-        fid, inode = await self._resolve(path)
+        fid, inode = await self._resolve(path, may_be_old=True)
         attributes = await self.parts.attributes.of(fid)
         checkpoint = await self.completeness.checkpoint(fid, PATIENCE_S) if inode.kind == "d" else None
         cut = await self.completeness.cut(fid, os.fsencode(path).rpartition(b"/")[2]) if inode.kind == "f" else ""

@@ -81,7 +81,7 @@ class Attributes:
                 route,
                 self.copy_left_s(fid) if route == DIRECT else None,
             )
-        protected = len({copy.node for copy in node.live_copies(inode)}) > node.replica_count or not inode.size
+        protected = node.fast_copies(inode) > node.replica_count
         times = (
             ("returned", inode.t_returned_s, True),
             ("partner", inode.t_partner_s, protected),

@@ -79,7 +79,16 @@ class Node:
     # ---- what went wrong
     def known_errors(self) -> list[str]:
         """What is wrong with this node as a whole, for ``status``."""
-        return [*self.errors.values(), *filter(None, [self.orphans()])]
+        return [*self.errors.values(), *filter(None, [self.orphans(), self._cut_off_words()])]
+
+    def _cut_off_words(self) -> str:
+        if not self.is_cut_off:
+            return ""
+        return (
+            f"no majority of the catalogue has answered for {self.catalogue.outage_s:.0f} s: who else lives is unknown, "
+            "so nothing counts as 'partner'; reads go on with what was last known, changes fail. It ends by itself when "
+            "enough nodes are back; without one that is dead for good: cachexfs recover --dead NODE"
+        )
 
     # ---- mutations
     def ctx(self) -> Ctx:
@@ -165,6 +174,21 @@ class Node:
         """Copies outside the PFS that count now."""
         return [copy for copy in inode.copies if self.valid(copy)]
 
+    @property
+    def is_cut_off(self) -> bool:
+        """Whether the catalogue has been silent for so long that nobody here can tell which other nodes live."""
+        return self.catalogue.outage_s >= self.options.node_timeout_s
+
+    def fast_copies(self, inode: Inode) -> int:
+        """On how many nodes the content is known to be, outside the PFS: what claims and fsync may count on.
+
+        Cut off, it is one at most: the others may have been lost since.
+        """
+        if inode.size == 0:  # the catalogue alone holds all that there is
+            return self.replica_count + 1
+        copies = len({copy.node for copy in self.live_copies(inode)})
+        return min(copies, 1) if self.is_cut_off else copies
+
     def holders(self, inode: Inode) -> list[str]:
         """Distinct live nodes with a copy, the origin first, then in ring order of their names."""
         names = dict.fromkeys(copy.node for copy in self.live_copies(inode))
@@ -182,10 +206,8 @@ class Node:
     def boundary(self, fid: int, inode: Inode, *, count_pfs: bool = True) -> Boundary:
         """The boundary of a file's current generation, from the evidence that counts now."""
         on_pfs = self.on_pfs(fid, inode) and count_pfs
-        copies = len({copy.node for copy in self.live_copies(inode)})
-        if inode.size == 0:  # the catalogue alone holds all that there is
-            copies = self.replica_count + 1
-        elif not copies and count_pfs and self.was_landed(inode):
+        copies = self.fast_copies(inode)
+        if not copies and count_pfs and self.was_landed(inode):
             copies = 1  # on the PFS under another name, withdrawn or not yet renamed: not safe, and not lost
         return boundary_of(published=True, on_pfs=on_pfs, fast_copies=copies, replicas=self.replica_count)
 

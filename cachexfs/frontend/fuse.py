@@ -62,12 +62,13 @@ def handler(function: H) -> H:
             return found
         except FUSEError:
             raise
-        except FsError as error:
-            if error.errno == errno.EIO:
+        except CacheXError as error:  # without an errno: the catalogue, a partner or a disk, not this daemon
+            code = error.errno if isinstance(error, FsError) else errno.EIO
+            if code == errno.EIO:
                 log.warning("%s: %s", function.__name__, error)
                 asked = self.asked(function.__name__, args, error)
                 self.filesystem.node.failed_calls.failed(asked, f"{function.__name__}: {error}")
-            raise FUSEError(error.errno) from None
+            raise FUSEError(code) from None
         except OSError as error:
             raise FUSEError(error.errno or errno.EIO) from None
         except Exception as error:
@@ -147,11 +148,11 @@ class Operations(pyfuse3.Operations):  # type: ignore[misc]
     def _fid(ino: int) -> int:
         return ROOT_FID if ino == pyfuse3.ROOT_INODE else ino
 
-    def asked(self, function: str, args: Sequence[Any], error: FsError | None = None) -> Asked:
+    def asked(self, function: str, args: Sequence[Any], error: CacheXError | None = None) -> Asked:
         """What a call was about. A write that waits for its boundary (O_SYNC) fails as an fsync does."""
         if function in ON_HANDLE:
             handle = self._handles.get(args[0])
-            fid = handle.vnode.fid if handle is not None else error.fid if error is not None else 0
+            fid = handle.vnode.fid if handle is not None else error.fid if isinstance(error, FsError) else 0
             return "fsync" if isinstance(error, LateError) else function, fid, b""
         if function in ON_LISTING:
             return function, self._listings.get(args[0], (0, None))[0], b""

@@ -176,6 +176,47 @@ def test_losing_the_partner_lowers_the_claim_until_there_is_another(
         assert (mounts[survivor] / "f").read_bytes() == data
 
 
+def test_without_a_majority_changes_fail_and_the_daemon_has_not_failed(
+    make_cluster: Callable[..., LocalCluster],
+) -> None:
+    """``status`` said "the daemon has failed" until its end, because of a write to, and a close of, an open file."""
+    cluster = make_cluster(2, OPTIONS | {"fsync_timeout": "4"})
+    mount = cluster.nodes[0].mountpoint
+    for name in ("published", "new"):
+        (mount / name).write_bytes(b"before")
+    rewritten, new = os.open(mount / "published", os.O_RDWR), os.open(mount / "new", os.O_WRONLY | os.O_TRUNC)
+    os.write(new, b"after")
+    cluster.kill(1)
+    with raises_errno(errno.EIO):
+        os.write(rewritten, b"after")
+    with raises_errno(errno.EIO):
+        os.close(new)
+    os.close(rewritten)
+    until("what the kernel still releases", lambda: "could not be published" in str(cluster.status(0).errors))
+    assert cluster.status(0).failed is None
+
+
+def test_a_claim_that_nobody_can_vouch_for_falls(make_cluster: Callable[..., LocalCluster]) -> None:
+    """Two nodes, the partner dies: without a majority its death is no news, and 'partner' was claimed all the same."""
+    cluster = make_cluster(2, OPTIONS | {"fsync_timeout": "4"})
+    path = cluster.nodes[0].mountpoint / "f"
+    with pfs_away(cluster):
+        write_file(path, b"x" * MIB)
+        assert xattr(path, "stage") == "partner"
+        cluster.kill(1)
+        until_stage(path, "returned")
+        assert xattr(path, "t.partner") is None
+        fd = os.open(path, os.O_RDONLY)
+        with raises_errno(errno.EIO):
+            os.fsync(fd)
+        os.close(fd)
+        status = cluster.status(0)
+        assert not status.protected
+        assert "recover --dead" in str(status.errors)
+        cluster.remount(1)
+        until_stage(path, "partner")
+
+
 def test_status_tells_that_a_node_is_lost(make_cluster: Callable[..., LocalCluster]) -> None:
     cluster = make_cluster(3, OPTIONS)
     assert {node.name for node in cluster.status(1).nodes if node.live} == {"n0", "n1", "n2"}
