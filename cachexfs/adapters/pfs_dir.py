@@ -77,6 +77,7 @@ def stale(why: str) -> RootError:
 
 
 HELD_PREFIX = STATE_DIR + b"/" + HELD_DIR + b"/"
+TMP_PREFIX = STATE_DIR + b"/" + TMP_DIR + b"/"
 
 
 def split(path: bytes) -> list[bytes]:
@@ -318,9 +319,12 @@ class PfsDir:
         return self._walk(split(path), path)
 
     def place(self, path: bytes) -> tuple[int, bytes]:
-        """``parent`` of a path, or of a held file, ``.cachexfs/held/<name>``."""
+        """``parent`` of a path, or of a held or ready file, ``.cachexfs/held/<name>`` and ``.cachexfs/tmp/<name>``."""
         if path.startswith(HELD_PREFIX):
             return self.held(), plain_name(os.fsdecode(path.removeprefix(HELD_PREFIX)))
+        if path.startswith(TMP_PREFIX):
+            name = plain_name(os.fsdecode(path.removeprefix(TMP_PREFIX)))
+            return self.tmp(name), name
         return self.parent(path)
 
     def parent(self, path: bytes) -> tuple[int, bytes]:

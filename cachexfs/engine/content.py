@@ -1,8 +1,9 @@
 """Reading a published content from wherever a good copy is.
 
-Role: tries this node's staging and NVMe, then live holders (memory before NVMe), then the PFS. Every block that
-comes from elsewhere is checked against the content's block digests, which are themselves checked against the
-catalogue's tree digest; a source with a bad or missing block is reported and the next one is asked.
+Role: tries this node's staging and NVMe, then live holders (memory before NVMe), then the PFS, where a file that waits
+for others may be ready under a hidden name. Every block that comes from elsewhere is checked against the content's
+block digests, which are themselves checked against the catalogue's tree digest; a source with a bad or missing block is
+reported and the next one is asked.
 
 Concurrency: any number of readers; two readers of one block share one fetch. Fetched blocks stay in a bounded
 cache, because a page fault asks for 4 KiB to 128 KiB of a block of 1 MiB.
@@ -38,6 +39,7 @@ LOOKS_MAX = 4
 BLOCKS_AT_ONCE = 8
 DIGESTS_MAX = 1024
 SOURCES_MAX = 10_000  # files whose reads are told apart; the oldest are forgotten
+READY = b".cachexfs/tmp/"
 PFS_DEADLINE_S = 15.0
 PFS_LOOKS = 2
 PEER_DEADLINE_S = 15.0
@@ -264,6 +266,14 @@ class Reader:
                 found.append((label, copy, copy.node, partial(self._ask, copy.node, content.stage, offset, length)))
         if inode is not None and inode.pfs is not None and inode.pfs.gen == content.gen and node.pfs is not None:
             found.append(("pfs", None, None, partial(self._read_pfs, fid, content, offset, length)))
+        elif (
+            inode is not None
+            and inode.gen == content.gen
+            and node.pfs is not None
+            and (op := node.ready_put(fid, inode))
+        ):
+            path = READY + op.hidden.encode()
+            found.append(("pfs:ready", None, None, partial(node.pfs.read, path, offset, length, PFS_DEADLINE_S)))
         if content.stage:
             found += self._unrecorded(content, offset, length, {copy.node for copy in copies})
         return found

@@ -14,7 +14,7 @@ import logging
 
 from cachexfs.core.boundary import Boundary
 from cachexfs.core.order import lists_members
-from cachexfs.core.records import Inode, Life
+from cachexfs.core.records import Inode, Life, Op
 from cachexfs.core.records import Node as NodeRecord
 from cachexfs.core.replica import Applied
 from cachexfs.engine.completeness import Completeness
@@ -48,6 +48,10 @@ class Losses:
                 self._look(int(key[2:], 16), new)
             elif isinstance(old, Inode):
                 self._lost.pop(int(key[2:], 16), None)
+            for op in (old, new):  # whose file may be all that is left of it
+                inode = self.node.catalogue.view.inode(op.fid) if isinstance(op, Op) and op.ready else None
+                if isinstance(op, Op) and inode is not None:
+                    self._look(op.fid, inode)
 
     def _look_at_all(self) -> None:
         for key, entry in self.node.catalogue.view.items():

@@ -20,7 +20,7 @@ from cachexfs import machine
 from cachexfs.config import MountOptions
 from cachexfs.core.boundary import Boundary, boundary_of
 from cachexfs.core.changes import Ctx
-from cachexfs.core.records import FID_STEP, ROOT_FID, Copy, DirTimes, Inode
+from cachexfs.core.records import FID_STEP, ROOT_FID, Copy, DirTimes, Inode, Op, OpKind
 from cachexfs.core.routes import DIRECT, PARTNER
 from cachexfs.engine.failed_calls import FailedCalls
 from cachexfs.engine.foreground import Foreground
@@ -203,11 +203,18 @@ class Node:
         """Whether the current generation lies on the PFS, under whatever name."""
         return inode.pfs is not None and inode.pfs.gen == inode.gen and not inode.pfs.missing
 
+    def ready_put(self, fid: int, inode: Inode) -> Op | None:
+        """What is going to land the current generation, if that is ready under its hidden name on the PFS."""
+        for _, op in self.catalogue.view.latest_ops_of(fid):
+            if op.kind == OpKind.PUT and op.gen == inode.gen:
+                return op if op.ready else None
+        return None
+
     def boundary(self, fid: int, inode: Inode, *, count_pfs: bool = True) -> Boundary:
         """The boundary of a file's current generation, from the evidence that counts now."""
         on_pfs = self.on_pfs(fid, inode) and count_pfs
         copies = self.fast_copies(inode)
-        if not copies and count_pfs and self.was_landed(inode):
+        if not copies and count_pfs and (self.was_landed(inode) or self.ready_put(fid, inode) is not None):
             copies = 1  # on the PFS under another name, withdrawn or not yet renamed: not safe, and not lost
         return boundary_of(published=True, on_pfs=on_pfs, fast_copies=copies, replicas=self.replica_count)
 

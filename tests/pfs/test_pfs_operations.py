@@ -246,6 +246,15 @@ async def test_a_held_file_can_be_read_and_hidden_again_by_another_process(pfs_d
         assert await pool.read(b".cachexfs/held/name", 0, 100, LONG_S) == b"commit"
 
 
+async def test_a_file_that_is_ready_can_be_read(pfs_dir: Path, source: Path) -> None:
+    async with running(PfsPool(str(pfs_dir))) as pool:
+        await pool.prepare(str(source), 10, "h", ATTRS, b"record", LONG_S)
+        assert await pool.read(b".cachexfs/tmp/h", 2, 100, LONG_S) == source.read_bytes()[2:10]
+        for path in (b".cachexfs/tmp/../id", b".cachexfs/tmp/", b".cachexfs/tmp/0/h"):
+            with pytest.raises(OSError, match="not a hidden name"):
+                await pool.read(path, 0, 100, LONG_S)
+
+
 async def test_user_xattrs_are_set_read_and_removed_and_ours_are_nobodys(pfs_dir: Path, source: Path) -> None:
     some = ((b"user.one", b"1"), (b"user.two", bytes(range(256))))
     (pfs_dir / "d").mkdir()
