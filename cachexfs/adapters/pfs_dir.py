@@ -319,13 +319,17 @@ class PfsDir:
         return self._walk(split(path), path)
 
     def place(self, path: bytes) -> tuple[int, bytes]:
-        """``parent`` of a path, or of a held or ready file, ``.cachexfs/held/<name>`` and ``.cachexfs/tmp/<name>``."""
+        """``parent`` of a path, or of a held file, ``.cachexfs/held/<name>``."""
         if path.startswith(HELD_PREFIX):
             return self.held(), plain_name(os.fsdecode(path.removeprefix(HELD_PREFIX)))
+        return self.parent(path)
+
+    def to_read(self, path: bytes) -> tuple[int, bytes]:
+        """``place``, also of a file that is ready, ``.cachexfs/tmp/<name>``: nothing but ``land`` changes that."""
         if path.startswith(TMP_PREFIX):
             name = plain_name(os.fsdecode(path.removeprefix(TMP_PREFIX)))
             return self.tmp(name), name
-        return self.parent(path)
+        return self.place(path)
 
     def parent(self, path: bytes) -> tuple[int, bytes]:
         """Descriptor of the directory that holds ``path``, and the last name. EINVAL for the root."""

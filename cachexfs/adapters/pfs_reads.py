@@ -145,7 +145,7 @@ def _make_sure_of(fd: int, path: bytes, expected: Expected = None) -> None:
 
 
 def _open_file(pfs: PfsDir, path: bytes) -> int:
-    parent, last = pfs.place(path)
+    parent, last = pfs.to_read(path)
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     fd = pfs.keep(os.open(last, flags, dir_fd=parent))
     if not stat.S_ISREG(os.fstat(fd).st_mode):

@@ -119,7 +119,8 @@ class Files:
     def _drop_if_idle(self, vnode: Vnode) -> None:
         if vnode.lookups or vnode.handles or vnode.dirty:
             return
-        self._by_ino.pop(vnode.ino, None)
+        if self._by_ino.get(vnode.ino) is vnode:  # else another one has its number by now
+            del self._by_ino[vnode.ino]
         if self._current.get(vnode.fid) is vnode:
             del self._current[vnode.fid]
         stage = vnode.stage

@@ -43,6 +43,8 @@ class Keeper:
         self.spiller.on_full = self.eviction.make_spill_room
         self.spiller.on_room = self._free
         self._is_spilling = False
+        #: stages that have no name in a catalogue which has forgotten some -> what keeps them once nothing needs them
+        self.forgotten: dict[str, Callable[[str], None]] = {}
         self._ahead: dict[int, dict[str, None]] = {}  # replicas to look at again when their file has another content
         #: called when a writer gets no room though everything on the PFS is evicted and nothing more can be spilled
         self.on_pressure: Callable[[], None] = lambda: None
@@ -117,7 +119,7 @@ class Keeper:
             return
         if self.node.staging.has(stage):
             self.eviction.forget(stage)
-            self.node.staging.remove(stage)
+            self.forgotten.pop(stage, self.node.staging.remove)(stage)
             self.node.damaged.discard((stage, self.node.staging.store))
             self._free()
         replicas = self.node.replicas

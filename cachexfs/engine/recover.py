@@ -192,8 +192,10 @@ async def _adopt_one(
             forgotten = set_aside is not None and _is_commit(node, stage)
             await _publish(node, stage, fid, generation.gen, size, torn=passed, stale=forgotten)
             return
+    if set_aside is not None and generation is None and size:
+        keeper.forgotten[stage] = set_aside
     if not keeper.referenced(stage):
-        (set_aside if set_aside is not None and generation is None and size else node.staging.remove)(stage)
+        keeper.forgotten.pop(stage, node.staging.remove)(stage)
 
 
 async def _complete(node: Node, stage: str, fid: int, generation: rec.Generation) -> None:

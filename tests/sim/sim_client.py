@@ -275,7 +275,8 @@ class Client:
             kernel.given(fs.files, found)
         else:
             kernel.given(fs.files, found)
-            handle = await fs.open(found.ino, flags)
+            with kernel.opening(found.ino):
+                handle = await fs.open(found.ino, flags)
         opened = kernel.opened(fs, handle)
         self.world.trace(f"{self.base!r} opened {path!r} ino {opened.ino:x} flags {flags:o} backed {opened.backed}")
         return opened
@@ -355,8 +356,11 @@ class Client:
         for name, attr in await fs.names(directory.ino):
             try:
                 fs.kernel.given(fs.files, attr)
-            except FsError:
-                continue  # removed since the listing
+            except FsError as error:
+                if error.errno != errno.ESTALE:
+                    continue  # removed since the listing
+                attr = await fs.lookup(directory.ino, name)  # forgotten meanwhile: the kernel looks again
+                fs.kernel.given(fs.files, attr)
             below = path + b"/" + name if path else name
             xattrs = tuple(sorted((await fs.user_xattrs(attr.ino)).items()))
             if attr.kind == "d":
@@ -379,7 +383,8 @@ class Client:
                 raise Violation(f"{attr[0]!r} is shown with {attr[1].nlink} links")
 
     async def _read(self, fs: SimFilesystem, attr: Attr) -> bytes:
-        of = fs.kernel.opened(fs, await fs.open(attr.ino, os.O_RDONLY))
+        with fs.kernel.opening(attr.ino):
+            of = fs.kernel.opened(fs, await fs.open(attr.ino, os.O_RDONLY))
         try:
             return await self.read_all(fs, of, attr.size)
         finally:

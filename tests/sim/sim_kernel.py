@@ -9,6 +9,9 @@ from __future__ import annotations
 
 import os
 import random
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from sim_check import Violation
@@ -49,6 +52,7 @@ class Kernel:
         self._random, self._clock, self.passthrough = rng, clock, passthrough
         self.opens: list[OpenFile] = []
         self._references: dict[int, int] = {}
+        self._opening: Counter[int] = Counter()
 
     # ---- opening and closing
     def opened(self, fs: SimFilesystem, handle: Handle) -> OpenFile:
@@ -110,9 +114,18 @@ class Kernel:
             files.remember(files.by_ino(attr.ino))
             self._references[attr.ino] = self._references.get(attr.ino, 0) + 1
 
+    @contextmanager
+    def opening(self, ino: int) -> Iterator[None]:
+        """An open is under way: nobody forgets its inode."""
+        self._opening[ino] += 1
+        try:
+            yield
+        finally:
+            self._opening[ino] -= 1
+
     def shrink(self, files: Files) -> None:
         """Memory is scarce: inodes that nobody has open are forgotten."""
-        busy = {of.ino for of in self.opens}
+        busy = {*(of.ino for of in self.opens), *(ino for ino, count in self._opening.items() if count)}
         for ino, count in list(self._references.items()):
             if ino not in busy and self._random.random() < 0.5:
                 del self._references[ino]

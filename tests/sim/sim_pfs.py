@@ -19,6 +19,7 @@ import xxhash
 from sim_store import Ino, Store, fail
 
 from cachexfs.core.landed import CHANGED, Landed
+from cachexfs.core.order import covers
 from cachexfs.engine.pfs_interface import PfsAttrs, PfsStat, Xattrs
 
 HELD = b".cachexfs/held/"
@@ -33,11 +34,16 @@ class Faults:
     hang: float = 0.0
     hide: float = 0.0
     away: bool = False  # nothing answers
+    refused: dict[str, int] = field(default_factory=dict)  # kinds of steps that fail every time, and their errno
+    stuck: set[str] = field(default_factory=set)  # kinds of steps that hang every time
+    hidden: set[bytes] = field(default_factory=set)  # what is not found for a while, with all below it
     denied: set[bytes] = field(default_factory=set)  # names that were there and were not found, so far
 
     def calm(self) -> None:
         self.error = self.full = self.hang = self.hide = 0.0
         self.away = False
+        for faults in (self.refused, self.stuck, self.hidden):
+            faults.clear()
 
 
 @dataclass(frozen=True)
@@ -67,13 +73,14 @@ class SimPfs:
         self.state, self.error, self._away_s = "ok", "", 0.0
         self.dead = False
         self.trace: Callable[[str], None] = lambda text: None
+        self.struck: Callable[[str, str], None] = lambda what, when: None  # around each effect; may kill, and raise
 
     # ---- steps
     async def _step(self, what: str, action: Callable[[], object], deadline_s: float, *paths: bytes) -> None:
         """One system call: its faults, its effect, its look from outside."""
         rng, faults, epoch = self._rng, self.faults, self.store.epoch
         await trio.sleep(rng.choice([0.0, 0.0005, 0.01]))
-        if faults.away or rng.random() < faults.hang:
+        if faults.away or what in faults.stuck or rng.random() < faults.hang:
             await self._hang(what, action, deadline_s, paths)
         self.state = "ok"  # it answers, if only with an error
         if self.store.epoch != epoch:
@@ -82,7 +89,11 @@ class SimPfs:
             raise fail(errno.EIO, what.encode())
         if "write" in what and rng.random() < faults.full:
             raise fail(errno.ENOSPC, what.encode())
+        if what in faults.refused:
+            raise fail(faults.refused[what], what.encode())
+        self.struck(what, "before")
         self._act(what, action)
+        self.struck(what, "after")
 
     def _act(self, what: str, action: Callable[[], object]) -> None:
         action()
@@ -136,7 +147,8 @@ class SimPfs:
 
     def _hidden(self, path: bytes) -> None:
         """A server is down: names that are there are not found."""
-        if self._rng.random() < self.faults.hide:
+        hidden = any(covers(name, path) for name in self.faults.hidden)
+        if self._rng.random() < self.faults.hide or hidden:
             self.faults.denied.add(path)
             raise FileNotFoundError(errno.ENOENT, "hidden", os.fsdecode(path))
 

@@ -179,3 +179,18 @@ def test_a_takeover_that_fails_is_tried_again() -> None:
         assert await pair.read(1, b"a") == b"safe at the partner"
 
     play(scene)
+
+
+@scene()
+async def test_what_is_over_of_an_inode_number_leaves_the_file_that_has_it_now(scene: Scene) -> None:
+    """ESTALE for whoever came by that number, though lookup gave it."""
+    await scene.write(b"a", b"old")
+    ino, files = await scene.ino(b"a"), scene.fs.files
+    before = files.by_ino(ino)
+    handle = files.open(before, os.O_RDONLY)
+    before.handles = 0  # forgotten, and dropped, between the open's lookup and its answer
+    files.forget(ino, 0)
+    assert files.by_ino(ino) is not before
+    before.handles = 1
+    await scene.fs.release(handle)
+    assert (await scene.fs.getattr(await scene.ino(b"a"))).size == 3

@@ -299,3 +299,19 @@ def test_a_commit_file_whose_publication_is_forgotten_claims_no_later_member(for
         assert (found["restartable"], scene.on_pfs(b"d/.metadata")) == (("no", None) if forgotten else ("pfs", NAMES))
 
     play()
+
+
+@scene(fsync="returned")
+async def test_what_was_still_to_land_of_a_forgotten_file_is_kept(scene: Scene) -> None:
+    """A file without a name need not land: its bytes were removed, as those of one that the user had removed."""
+    scene.faults.away = True
+    await scene.write(b"a", b"data")
+    node, end = scene.life.node, len(scene.log.revisions)
+    ((key, op),) = [row for row in scene.life.parts.drainer.own_pending() if row[1].kind == OpKind.PUT]
+    await node.catalogue.mutate(lambda tx: tx.put(key, op))
+    await forgets(scene, lambda revision, changes: revision <= end)
+    assert scene.life.staging.has(op.stage)
+    scene.faults.away = False
+    await scene.drained()
+    assert scene.life.staging.orphans() == [op.stage]
+    assert scene.life.staging.used_bytes == 0
