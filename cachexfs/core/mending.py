@@ -187,7 +187,7 @@ class _Planner:
             self._tree.take(op.path)
             if not seen:
                 self._held.add(op.fid)
-            elif inode is not None:
+            elif inode is not None or there.kind == "d":  # a file that has been removed since is not moved
                 self._need(parent_of(op.path2))
                 self._tree.put(op.path2, there)
             return op

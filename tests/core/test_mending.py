@@ -168,6 +168,18 @@ def test_a_directory_is_moved_over_one_that_earlier_changes_empty() -> None:
     assert world.planned() == Plan()
 
 
+def test_a_directory_that_was_moved_before_it_was_removed_is_not_removed_with_what_is_forgotten() -> None:
+    """ENOTEMPTY for ever."""
+    world = World()
+    world.has(b"d", kind="d")
+    world.has(b"d/unknown")
+    world.pending("1", Op(OpKind.RENAME, b"d", "n0", fid=DIR, path2=b"e", commit=True))
+    key = world.pending("2", Op(OpKind.RMDIR, b"e", "n0", fid=DIR, commit=True))
+    found = world.planned()
+    assert found.changes == {key: None}
+    assert [path for path, _ in found.told] == [b"e"]
+
+
 def test_a_withdrawal_of_what_is_not_there_only_takes_the_claim() -> None:
     world = World()
     world.file(b".metadata", FILE, landed=True)
