@@ -16,7 +16,8 @@ from cachexfs.core.formats import may_be_checkpoint
 from cachexfs.core.records import Inode, Op
 from cachexfs.core.routes import DIRECT
 from cachexfs.engine.candidates import Candidate
-from cachexfs.engine.completeness import UNREADABLE, UNREADABLE_NOW, Checkpoint, Completeness, Piece
+from cachexfs.engine.commit_files import UNREADABLE, UNREADABLE_NOW
+from cachexfs.engine.completeness import Checkpoint, Completeness, Piece
 from cachexfs.engine.drain import LANDS_BY_ITSELF
 from cachexfs.engine.health import pfs_health
 from cachexfs.engine.parts import Parts

@@ -280,7 +280,8 @@ class ControlServer:
         fid, inode = await self._resolve(path, may_be_old=True)
         attributes = await self.parts.attributes.of(fid)
         checkpoint = await self.completeness.checkpoint(fid, PATIENCE_S) if inode.kind == "d" else None
-        cut = await self.completeness.cut(fid, os.fsencode(path).rpartition(b"/")[2]) if inode.kind == "f" else ""
+        name = os.fsencode(path).rpartition(b"/")[2]
+        cut = await self.completeness.commit_files.cut(fid, name) if inode.kind == "f" else ""
         answer = control_explain.explain(self.parts, path, fid, inode, checkpoint, attributes, cut)
         await send({"done": True, **answer})
 

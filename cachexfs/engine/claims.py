@@ -23,7 +23,8 @@ from cachexfs.core.order import ancestors, parent_of, paths_of
 from cachexfs.core.records import AnyRecord, Inode, Op, OpKind
 from cachexfs.core.replica import Applied
 from cachexfs.core.transaction import Tx
-from cachexfs.engine.completeness import UNREADABLE_NOW, Checkpoint, Completeness
+from cachexfs.engine.commit_files import UNREADABLE_NOW
+from cachexfs.engine.completeness import Checkpoint, Completeness
 from cachexfs.engine.drain import Drainer
 from cachexfs.engine.node import Node
 from cachexfs.errors import CacheXError, CannotTellError
@@ -209,7 +210,7 @@ class Claims:
     def _has_members(self, fid: int, inode: Inode) -> bool:
         """Whether the mount has every name that a commit file lists, as far as those are known."""
         view, names = self.node.catalogue.view, self.node.catalogue.view.names_of(fid)
-        members = self.completeness.members_of(fid, inode.gen)
+        members = self.completeness.commit_files.members_of(fid, inode.gen)
         return not names or members is None or all(view.find(names[0][0], name) is not None for name in members)
 
     async def _checkpoint(self, fid: int) -> Checkpoint | None:

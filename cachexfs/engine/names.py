@@ -224,7 +224,7 @@ class Names:
                 continue
             if record.pfs is None and not view.has_ops(found.fid):
                 continue  # it neither is on the PFS nor will be before this change
-            if completeness.members_of(found.fid, record.gen) is None:
+            if completeness.commit_files.members_of(found.fid, record.gen) is None:
                 try:
                     with trio.move_on_after(MEMBERS_PATIENCE_S):
                         await completeness.checkpoint(parent)

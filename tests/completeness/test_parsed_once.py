@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import cast
 
 from cachexfs.core.formats import Members
-from cachexfs.engine import completeness
-from cachexfs.engine.completeness import Completeness
+from cachexfs.engine import commit_files
+from cachexfs.engine.commit_files import CommitFiles
 from cachexfs.engine.content import Reader
 from cachexfs.engine.files import Files
 from cachexfs.engine.node import Node
@@ -14,7 +14,7 @@ from cachexfs.engine.node import Node
 
 def kept(checkpoints: int, files: int) -> int:
     """How many of so many parsed commit files with so many names each are still known."""
-    known = Completeness(cast(Node, None), cast(Files, None), cast(Reader, None))
+    known = CommitFiles(cast(Node, None), cast(Files, None), cast(Reader, None), None)
     members = Members(b".metadata", {b"%d" % number: 1 for number in range(files)})
     for fid in range(checkpoints):
         known._keep((fid, (), 0, 0), members, {})
@@ -29,5 +29,5 @@ def test_a_thousand_checkpoints_are_known_at_a_time() -> None:
 
 
 def test_large_ones_take_the_place_of_others() -> None:
-    assert kept(20, completeness.CACHE_NAMES_MAX // 4) == 3
-    assert kept(3, 2 * completeness.CACHE_NAMES_MAX) == 1
+    assert kept(20, commit_files.CACHE_NAMES_MAX // 4) == 3
+    assert kept(3, 2 * commit_files.CACHE_NAMES_MAX) == 1
