@@ -137,7 +137,8 @@ class Staging:
         assert directory is not None
         if not spilled:
             self._spare.look(self.limit_bytes - self.used_bytes - self._spare.bytes)
-        fd = os.open(directory / stage, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        # No ``Path``: that keeps the parts of every one in a table of its own.
+        fd = os.open(f"{directory}/{stage}", os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         table[stage] = 0
         return fd
 

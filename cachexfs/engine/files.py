@@ -19,7 +19,7 @@ from collections.abc import Callable
 
 import trio
 
-from cachexfs.core.records import FID_STEP, Generation, Inode
+from cachexfs.core.records import FID_STEP, Generation, Inode, encode
 from cachexfs.engine.interfaces import ContentSource
 from cachexfs.engine.node import Node
 from cachexfs.engine.passing import Passing, was_passed
@@ -91,7 +91,7 @@ class Files:
         return vnode
 
     def _bind(self, fid: int, ino: int, generation: Generation) -> Vnode:
-        vnode = Vnode(fid, ino, generation)
+        vnode = Vnode(fid, ino, encode(generation))
         self._by_ino[ino] = vnode
         self._current[fid] = vnode
         return vnode
@@ -138,6 +138,7 @@ class Files:
     def open(self, vnode: Vnode, flags: int) -> Handle:
         """A handle on a vnode."""
         vnode.handles += 1
+        vnode.content = vnode.content  # decoded from now on
         handle = Handle(vnode, flags)
         if handle.writable:
             vnode.writers += 1

@@ -11,15 +11,17 @@ from __future__ import annotations
 import contextlib
 import os
 from dataclasses import dataclass
+from typing import cast
 
 import msgspec
 import trio
 
-from cachexfs.core.records import Generation, Inode
+from cachexfs.core.records import Generation, Inode, decode, encode
 from cachexfs.core.routes import PARTNER
 from cachexfs.engine import stamps
 from cachexfs.engine.interfaces import Synced
 
+NEVER_SEEN = (0, 0)
 WRITABLE = os.O_WRONLY | os.O_RDWR
 PLAIN_MODE, PASSED_MODE = 0o600, 0o700  # of a staged file; the second one while the kernel may be changing it
 LAST_XATTRS = "user.cachexfs.last"  # of the staged file of one without a name: its user attributes
@@ -32,7 +34,7 @@ class Vnode:
 
     fid: int
     ino: int
-    content: Generation
+    _content: Generation | bytes  # encoded while nobody has it open
     lookups: int = 0
     handles: int = 0
     writers: int = 0
@@ -54,7 +56,7 @@ class Vnode:
     closing: set[Handle] | None = None  # passed ones that were flushed: their RELEASE may be on its way
     awaited: bool = False  # taken over from a dead daemon, for whose passed handles the kernel has changed ``fd``
     told: int = -1  # the generation of which the catalogue knows that ``fd`` is being changed in place
-    seen: tuple[int, int] = (0, 0)  # size and mtime of ``fd`` when its changes were last counted
+    seen: tuple[int, int] = NEVER_SEEN  # size and mtime of ``fd`` when its changes were last counted
     unstamped: bool = False  # a change since then may not show in them
     synced: Synced | None = None
     measured: bool = False  # an fsync of them has told how long it took
@@ -63,7 +65,17 @@ class Vnode:
     _change_lock: trio.Lock | None = None
     _publish_lock: trio.Lock | None = None
 
-    # Most of a hundred thousand vnodes are only looked at: what writers need is made when it is needed.
+    # Most of a hundred thousand vnodes are only known: what writers need is made when it is needed, and the content is
+    # a third as large encoded.
+    @property
+    def content(self) -> Generation:
+        """The published generation that this node's applications see, unless it is ``dirty``."""
+        return cast(Generation, decode(self._content)) if isinstance(self._content, bytes) else self._content
+
+    @content.setter
+    def content(self, content: Generation) -> None:
+        self._content = content if self.handles or self.dirty else encode(content)
+
     @property
     def change_lock(self) -> trio.Lock:
         """Covers the exchange of the staging file."""
@@ -106,6 +118,8 @@ class Vnode:
         if self.stage and self.stage == self.content.stage:
             self.close_stage()
             self._change_lock = self._publish_lock = self.closing = self.digested = self.synced = None
+            self.seen = NEVER_SEEN
+            self.content = self.content  # encoded now
 
 
 @dataclass(eq=False, slots=True)
