@@ -63,8 +63,8 @@ bench: venv
 	missed=; \
 	run() { echo "== $$*"; $(PY) "$$@" || missed="$$missed $$1"; }; \
 	run bench/bench_catalogue.py; run bench/bench_peer.py; run bench/bench_drain.py .make/bench-pfs; run bench/bench_scale.py; \
-	if [ "$$(id -u)" = 0 ]; then run bench/bench_supervisor.py; run bench/bench_mount.py; run bench/bench_frameworks.py; \
-	else echo "bench_supervisor, bench_mount and bench_frameworks need root: not measured"; fi; \
+	if [ "$$(id -u)" = 0 ]; then run bench/bench_supervisor.py; run bench/bench_mount.py; run bench/bench_frameworks.py; run bench/bench_contention.py; \
+	else echo "bench_supervisor, bench_mount, bench_frameworks and bench_contention need root: not measured"; fi; \
 	if [ -n "$$missed" ]; then echo "a bound was missed (or it failed):$$missed"; exit 1; fi
 
 bench-model: venv

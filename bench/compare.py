@@ -94,7 +94,7 @@ class Report:
         )  # fmt: skip
 
     def at_most(
-        self, name: str, unit: str, ours: Sequence[float], theirs: Sequence[float], beside: str, bound: float
+        self, name: str, unit: str, ours: Sequence[float], theirs: Sequence[float], beside: str, bound: float | None
     ) -> None:
         """The same, of rounds whose ratio is to stay below its bound."""
         ratios = [a / b for a, b in zip(ours, theirs, strict=True)]
