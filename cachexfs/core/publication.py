@@ -18,6 +18,8 @@ from cachexfs.core.records import Copy, Generation, Op, OpKind, PfsCopy, Synced,
 from cachexfs.core.routes import DIRECT, LATE, PARTNER, give_up_direct, route_for
 from cachexfs.core.transaction import Tx
 
+FIRST_REVISION = 1  # earlier than any publication that is known
+
 
 def begin_change(tx: Tx, ctx: Ctx, fid: int) -> str:
     """Note that published content is being changed here: what names it stops being restartable.
@@ -29,9 +31,6 @@ def begin_change(tx: Tx, ctx: Ctx, fid: int) -> str:
         tx.put(inode_key(fid), msgspec.structs.replace(inode, writing=ctx.node))
     names = tx.names_of(fid)
     return route_for(tx, ctx, names[0][0]) if names else PARTNER
-
-
-FIRST_REVISION = 1
 
 
 @dataclass(frozen=True, slots=True)

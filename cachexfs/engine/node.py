@@ -85,8 +85,8 @@ class Node:
         if not self.is_cut_off:
             return ""
         return (
-            f"no majority of the catalogue has answered for {self.catalogue.outage_s:.0f} s: who else lives is unknown "
-            "so nothing counts as 'partner'; reads go on with what was last known, changes fail. It ends by itself "
+            f"no majority of the catalogue has answered for {self.catalogue.outage_s:.0f} s: who else lives is unknown"
+            ", so nothing counts as 'partner'; reads go on with what was last known, changes fail. It ends by itself "
             "when enough nodes are back; without one that is dead for good: cachexfs recover --dead NODE"
         )
 
