@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import mmap
 import os
 import time
 from collections import Counter
@@ -312,12 +313,12 @@ class _Session:
 
 class _Budget:
     """Buffers for one peer's payloads, at most ``limit_bytes`` at a time. Whole blocks are used again: touching
-    fresh memory costs more than receiving into it."""
+    fresh memory costs more than receiving into it. They begin on a page: a disk can take them from where they are."""
 
     def __init__(self, limit_bytes: int) -> None:
         self._limit_bytes = limit_bytes
         self._used_bytes = 0
-        self._free: list[bytearray] = []
+        self._free: list[mmap.mmap] = []
         self._waiting = trio.lowlevel.ParkingLot()
 
     async def take(self, count: int) -> memoryview:
@@ -328,14 +329,14 @@ class _Budget:
         self._used_bytes += cost
         if count > BLOCK_BYTES:
             return memoryview(bytearray(count))
-        return memoryview(self._free.pop() if self._free else bytearray(BLOCK_BYTES))[:count]
+        return memoryview(self._free.pop() if self._free else mmap.mmap(-1, BLOCK_BYTES))[:count]
 
     def give(self, view: memoryview) -> None:
         """Return a buffer that ``take`` gave."""
         buffer = view.obj
-        assert isinstance(buffer, bytearray)
+        assert isinstance(buffer, mmap.mmap | bytearray)
         self._used_bytes -= len(buffer)
-        if len(buffer) == BLOCK_BYTES:
+        if isinstance(buffer, mmap.mmap):
             self._free.append(buffer)
         self._waiting.unpark_all()
 

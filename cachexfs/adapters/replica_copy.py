@@ -10,12 +10,17 @@ Role: blocking file work of ``ReplicaStore``, which calls it in threads, one cal
 
 A file that grows after a commit grows in place: what lies beyond the committed size is no part of the committed
 version. A block that would change committed bytes moves the copy in progress to a file of its own first.
+
+Whole blocks go around the page cache where the filesystem can do that: the memory of a training node is not for its
+partner's replicas, and a copy of each byte is saved.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
+import mmap
 import os
 import struct
 from dataclasses import dataclass, field
@@ -142,6 +147,22 @@ def _envelope_digest(number: int, body: bytes) -> bytes:
     return block_digest(number.to_bytes(8, "big") + body)
 
 
+def _write_direct(path: str, view: memoryview, offset: int) -> bool:
+    """Write a whole block with O_DIRECT; False where that cannot be, and nothing is known to be written then."""
+    if len(view) != BLOCK_BYTES or view.readonly or ctypes.addressof(ctypes.c_char.from_buffer(view)) % mmap.PAGESIZE:
+        return False
+    try:
+        fd = os.open(path, os.O_WRONLY | os.O_DIRECT | os.O_CLOEXEC | os.O_NOFOLLOW)
+        try:
+            return os.pwrite(fd, view, offset) == len(view)
+        finally:
+            os.close(fd)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        return False
+
+
 def _write_all(fd: int, view: memoryview, offset: int | None) -> None:
     done = 0
     while done < len(view):
@@ -246,7 +267,7 @@ class ReplicaCopy:
                 if skip < 0:
                     progress = self._make_private(progress)
                     skip = 0
-            if skip < len(view):
+            if skip < len(view) and not (skip == 0 and _write_direct(progress.path, view, offset)):
                 fd = os.open(progress.path, os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
                 try:
                     _write_all(fd, view[skip:], offset + skip)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import mmap
 import os
 import threading
 from collections.abc import Iterator
@@ -18,7 +19,7 @@ from cachexfs.adapters import replica_copy
 from cachexfs.adapters.replica_copy import ReplicaCopy
 from cachexfs.adapters.replica_store import ReplicaStore
 from cachexfs.core import manifest as manifests
-from cachexfs.core.digest import block_digest
+from cachexfs.core.digest import Buffer, block_digest
 from cachexfs.errors import CorruptError, UsageError
 
 
@@ -630,3 +631,38 @@ async def test_a_cancelled_write_is_whole_or_absent(store: ReplicaStore) -> None
     await store.commit(STAGE, manifest_of(data))
     assert manifests.decode(store.manifest(STAGE) or b"").size == 2 * MIB
     assert [length for _, length, _ in blocks_of(data)] == [MIB, MIB]
+
+
+@pytest.mark.parametrize("refused", ["", "open", "write"])
+async def test_whole_blocks_go_around_the_page_cache_where_that_can_be(
+    store: ReplicaStore, monkeypatch: pytest.MonkeyPatch, refused: str
+) -> None:
+    """The memory of a training node is not for its partner's replicas. A filesystem may refuse: then as any bytes."""
+    direct, real_open, real_pwrite = set[int](), os.open, os.pwrite
+    offsets: list[int] = []
+
+    def opened(path: str, flags: int, *rest: int) -> int:
+        if flags & os.O_DIRECT and refused == "open":
+            raise OSError(errno.EINVAL, "Invalid argument")
+        fd = real_open(path, flags, *rest)
+        (direct.add if flags & os.O_DIRECT else direct.discard)(fd)
+        return fd
+
+    def written(fd: int, data: Buffer, offset: int) -> int:
+        if fd in direct and refused == "write":
+            raise OSError(errno.EINVAL, "Invalid argument")
+        if fd in direct:
+            offsets.append(offset)
+        return real_pwrite(fd, data, offset)
+
+    monkeypatch.setattr(replica_copy.os, "open", opened)
+    monkeypatch.setattr(replica_copy.os, "pwrite", written)
+    data = content(2 * MIB + 17)
+    for offset, length, digest in blocks_of(data):
+        pages = mmap.mmap(-1, MIB)
+        pages[:length] = data[offset : offset + length]
+        await store.write_block(STAGE, offset, memoryview(pages)[:length], digest)
+    await store.commit(STAGE, manifest_of(data))
+    assert offsets == ([] if refused else [0, MIB])
+    assert await store.read(STAGE, 0, len(data)) == data
+    assert await store.verify(STAGE) == ()
