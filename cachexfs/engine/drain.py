@@ -150,7 +150,10 @@ class Drainer:
         if self.owners.fence_s(op):
             return None
         if op.kind != OpKind.PUT:
-            return self._turns.changes if self.waits.blocker(key) is None else None
+            if self.waits.blocker(key) is None:
+                return self._turns.changes
+            self.errors.over(key)  # it is not tried now
+            return None
         if self.puts.unneeded(key, op):
             return self._turns.drops
         if self.files.busy(op.fid):
@@ -394,7 +397,13 @@ class Drainer:
     def in_progress(self) -> Iterator[tuple[bytes, Op]]:
         """Of these, what does not wait for a commit file that nobody has written yet, or for bytes that are lost."""
         ops = self.node.catalogue.view.ops()
-        return ((k, op) for k, op, _ in ops if (not self.waits.stuck(k) or op.parked) and self.responsible(op))
+        return ((k, op) for k, op, _ in ops if not self._rests_on_others(k, op) and self.responsible(op))
+
+    def _rests_on_others(self, key: bytes, op: Op) -> bool:
+        """Whether an operation is stuck, and not tried now and then all the same."""
+        copies = op.kind == OpKind.PUT and not op.ready
+        tried = op.parked and (copies or self.waits.blocker(key) is None)
+        return self.waits.stuck(key) and not tried
 
     def is_idle(self) -> bool:
         """Whether nothing is in progress."""

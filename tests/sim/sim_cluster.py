@@ -96,6 +96,7 @@ class Seat:
             self.options, cluster.log, pfs, cluster.clock, self.random, after, self.link,
             lambda name: SimPeers(cluster, name), self.disk,
         )  # fmt: skip
+        pfs.struck = lambda what, when: cluster.struck(self, life, what, when)
         life.node.choose_route = cluster.choose_route
         life.filesystem.kernel = self.kernel
         life.others = lambda: {*cluster.store.readers, *(of.fd for of in self.kernel.opens)}
@@ -176,6 +177,9 @@ class Cluster:
     def stepped(self, what: str) -> None:
         self.trace(f"PFS {what}")
         self.checkers.commit_last(what)
+
+    def struck(self, seat: Seat, life: Life, what: str, when: str) -> None:
+        """Before and after the effect of each step on the PFS. May kill, and raise then."""
 
     def life_of(self, name: str) -> Life | None:
         seat = next(s for s in self.seats if s.name == name)

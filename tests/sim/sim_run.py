@@ -28,6 +28,7 @@ from sim_journal import Journal
 from sim_limit import Limits, limited, processor_limit
 from sim_one import Run
 from sim_recover import Recover
+from sim_steps import Steps
 
 T = TypeVar("T")
 SLOW_S = 8.0
@@ -90,6 +91,7 @@ SCENARIOS: dict[str, Callable[..., Run | Cluster]] = {
     "disks": Disks,
     "journal": Journal,
     "behind": Behind,
+    "steps": Steps,
 }
 
 

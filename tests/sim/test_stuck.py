@@ -273,3 +273,24 @@ async def test_damaged_bytes_that_a_commit_file_claims_and_that_were_overwritten
     shown = await scene.life.parts.attributes.of(await scene.ino(b"s/.metadata"))
     assert (shown["stage"], "a file that it names has changed" in shown["error"]) == ("returned", True)
     assert [ino.kept_data for ino in scene.store.held.kept.values()] == [commit_file(1, {b"m": b"old bytes"})]
+
+
+@scene(fsync="returned")
+async def test_what_was_refused_and_waits_for_others_by_now_is_no_error_and_not_in_progress(scene: Scene) -> None:
+    """An unmount waited for it as long as it may, and ``status`` promised the next try in a moment."""
+    await scene.mkdir(b"s")
+    for name, data in MEMBERS.items():
+        await scene.write(b"s/" + name, data)
+    await scene.write(b"s/.metadata", commit_file(1, MEMBERS))
+    await scene.drained()
+    _refuse(scene, "attr", errno.EACCES)
+    await scene.fs.setattr(await scene.ino(b"s"), None, mtime_ns=10**18)
+    await trio.sleep(100)
+    assert _errors(scene)
+    assert not scene.life.parts.drainer.is_idle()
+    handle = await scene.fs.open(await scene.ino(b"s/m"), os.O_WRONLY)
+    await scene.fs.write(handle, 0, b"new")
+    await scene.close(handle)
+    await trio.sleep(100)
+    assert _errors(scene) == []
+    assert scene.life.parts.drainer.is_idle()
