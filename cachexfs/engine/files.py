@@ -223,7 +223,7 @@ class Files:
         vnode = handle.vnode
         if handle.flags & os.O_ACCMODE == os.O_WRONLY:
             return False
-        handle.cached = True
+        handle.cached = vnode.cached_last = True
         vnode.cached += 1
         token = (vnode.content.gen, vnode.version)
         kept = vnode.paged and vnode.paged_token == token
@@ -275,9 +275,9 @@ class Files:
         than those that are open, but for direct I/O beside cached.
         """
         vnode, staging = handle.vnode, self.node.staging
-        if vnode.backed:
+        if vnode.backed and not (vnode.cached and vnode.cached_last):
             return vnode.fd
-        if vnode.removed or vnode.cached:
+        if vnode.removed or vnode.cached:  # what is backed beside these was closed, and its RELEASE is on its way
             return None
         if not handle.writable:
             clean = not vnode.dirty and not vnode.writers and vnode.content.size > 0

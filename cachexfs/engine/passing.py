@@ -88,7 +88,7 @@ class Passing:
     def begin(self, handle: Handle) -> None:
         """The kernel will serve this handle."""
         vnode = handle.vnode
-        handle.backed = True
+        handle.backed, vnode.cached_last = True, False
         vnode.backed += 1
         if handle.writable:
             self._written += not vnode.passed

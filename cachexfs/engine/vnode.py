@@ -53,6 +53,7 @@ class Vnode:
     backed: int = 0  # open handles that the kernel serves from ``fd``, of readers too: while there are, ``fd`` stays
     mappable: bool = False  # may be changed through a shared map, unseen by ``seen``
     cached: int = 0  # open handles that use the page cache
+    cached_last: bool = False  # the newest of these handles is: what is backed beside it was closed before
     closing: set[Handle] | None = None  # passed ones that were flushed: their RELEASE may be on its way
     awaited: bool = False  # taken over from a dead daemon, for whose passed handles the kernel has changed ``fd``
     told: int = -1  # the generation of which the catalogue knows that ``fd`` is being changed in place

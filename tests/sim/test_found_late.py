@@ -113,3 +113,20 @@ async def test_a_rename_of_a_hard_link_is_recognised_after_the_daemon_died_befor
     await scene.drained()
     assert scene.on_pfs(b"a") == b"new"
     assert [scene.on_pfs(name) for name in (b"b", b"c")] == [None, None]
+
+
+@scene(fsync="returned", memory=1 << 30)
+async def test_an_open_beside_one_with_pages_is_not_served_by_the_kernel_for_the_sake_of_one_that_is_closed(
+    scene: Scene,
+) -> None:
+    """EIO: the RELEASE of the writer before was late, and the kernel had refused to serve the second open."""
+    opened = await scene.passed(b"a")
+    await scene.fs.flush(opened.handle)
+    scene.kernel.closed(opened)
+    files, ino = scene.fs.files, opened.ino
+    assert files.backing(await scene.fs.open(ino, os.O_RDWR)) is not None
+    second = await scene.fs.open(ino, os.O_RDWR)
+    files.keep_pages(second)
+    assert files.backing(await scene.fs.open(ino, os.O_RDONLY)) is None
+    await scene.fs.release(second)
+    assert files.backing(await scene.fs.open(ino, os.O_RDONLY)) is not None
