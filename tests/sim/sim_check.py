@@ -19,7 +19,7 @@ from sim_store import Ino, Store
 from cachexfs.core.boundary import Boundary
 from cachexfs.core.records import ROOT_FID, Generation, Inode
 
-COMMIT = b".metadata"
+COMMIT, POINTER = b".metadata", b"latest"
 PAGE_SLACK_BYTES = 8192  # a write of some bytes may touch two pages more
 
 
@@ -143,6 +143,10 @@ class Checkers:
         if found.get("restartable") != "pfs" or path is None or self.excused(path):
             return
         directory = self.store.find(path, kept=True)
+        pointer = directory.kept.get(POINTER) if directory is not None else None
+        if pointer is not None and pointer.kept_data is not None:
+            path = path + b"/" + pointer.kept_data
+            directory = self.store.find(path, kept=True)
         if directory is None:
             raise Violation(f"claim: {path!r} is called restartable at pfs, and is not there")
         files = {name: ino.kept_data for name, ino in directory.kept.items() if ino.kind == "f"}

@@ -28,6 +28,7 @@ from sim_journal import Journal
 from sim_limit import Limits, limited, processor_limit
 from sim_one import Run
 from sim_recover import Recover
+from sim_rotate import Rotate
 from sim_steps import Steps
 
 T = TypeVar("T")
@@ -92,6 +93,7 @@ SCENARIOS: dict[str, Callable[..., Run | Cluster]] = {
     "journal": Journal,
     "behind": Behind,
     "steps": Steps,
+    "rotate": Rotate,
 }
 
 

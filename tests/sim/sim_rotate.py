@@ -1,0 +1,191 @@
+"""Checkpoints as frameworks save and rotate them: by all nodes together, each into its directory, the last few kept.
+
+Role: a scenario. A save's ranks write their members on different nodes; it is made in its directory, or in another that
+is renamed then; the next may begin before it is complete. Then a pointer is written, and the oldest go. What an
+application is refused ends its save, as it would end a job. Once a whole checkpoint is on the PFS there is one at every
+moment, a power cut there included, unless ``status`` says that they are removed too fast.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import AsyncIterator, Awaitable, Callable
+
+import trio
+from sim_check import COMMIT, POINTER, Violation, commit_file
+from sim_life import SimFilesystem
+from sim_steps import Steps
+from sim_store import Ino
+from sim_work import Worker
+
+from cachexfs.core.changes import NewAttrs
+from cachexfs.errors import FsError
+
+FILE, DIRECTORY = NewAttrs(0o644, 0, 0), NewAttrs(0o755, 0, 0)
+CREATE = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
+
+
+class RefusedError(Exception):
+    """What an application asked was not done: its save ends."""
+
+
+class Saver(Worker):
+    """Saves and rotates; the steps of saves that overlap come in an order that the seed chooses."""
+
+    cluster: Rotate
+    saved: list[bytes]
+
+    async def work(self, count: int) -> None:
+        """See ``Worker``. ``count``: steps."""
+        self.cluster, self.saved = self.world.cluster, []  # type: ignore[attr-defined]
+        rng, going = self.world.random, list[AsyncIterator[None]]()
+        for _ in range(2 * count):
+            if not going or (len(going) < self.cluster.overlap and rng.random() < 0.3):
+                going.append(self._save(self.world.next_save()))
+            save = rng.choice(going)
+            try:
+                await anext(save)
+            except (StopAsyncIteration, RefusedError):
+                going.remove(save)
+            await trio.sleep(rng.choice([0, 0, 0.01, 0.3, self.cluster.pause_s]))
+        for save in going:
+            await save.aclose()  # type: ignore[attr-defined]
+
+    async def _ask(self, function: Callable[[SimFilesystem], Awaitable[object]]) -> None:
+        """A request on some node."""
+        seat = self.world.random.choice(self.cluster.seats)
+        outcome = await (await seat.life()).call(function)
+        if outcome.killed or outcome.errno:
+            raise RefusedError
+
+    async def _save(self, number: int) -> AsyncIterator[None]:
+        rng, name = self.world.random, b"step-%d" % number
+        made_in = rng.choice([name, b"tmp-%d" % number])
+        await self._ask(lambda fs: self._mkdir(fs, made_in))
+        members = {
+            b"__%d_0.distcp" % rank: b"save %d rank %d " % (number, rank) for rank in range(rng.choice([1, 2, 3]))
+        }
+        members = {name: data.ljust(rng.choice([40, 4096, 10000]), b"x") for name, data in members.items()}
+        for member, data in members.items():
+            yield
+            await self._put(made_in + b"/" + member, data)
+        commit = commit_file(number, members)
+        self.world.checkers.saves.made[commit] = members
+        yield
+        await self._put(made_in + b"/.metadata.tmp", commit)
+        yield
+        await self._move(made_in + b"/.metadata.tmp", made_in + b"/" + COMMIT)
+        if made_in != name:
+            yield
+            await self._move(made_in, name)
+        self.saved.append(name)
+        yield
+        await self._put(POINTER, name)
+        while len(self.saved) > self.cluster.keep:
+            await self._remove(self.saved.pop(0))
+            yield
+
+    async def _mkdir(self, fs: SimFilesystem, path: bytes) -> None:
+        await fs.mkdir(*await self.parent(fs, path), DIRECTORY)
+
+    async def _put(self, path: bytes, data: bytes) -> None:
+        async def put(fs: SimFilesystem) -> None:
+            parent, name = await self.parent(fs, path)
+            try:
+                handle = await fs.open((await fs.lookup(parent, name)).ino, CREATE)
+            except FsError:
+                handle, _ = await fs.create(parent, name, FILE, CREATE)
+            try:
+                await fs.write(handle, 0, data)
+                if self.world.random.random() < 0.2:
+                    await fs.fsync(handle)
+                await fs.flush(handle)
+            finally:
+                await fs.release(handle)
+
+        await self._ask(put)
+
+    async def _move(self, old: bytes, new: bytes) -> None:
+        async def move(fs: SimFilesystem) -> None:
+            await fs.rename(*await self.parent(fs, old), *await self.parent(fs, new), 0)
+
+        await self._ask(move)
+
+    async def _remove(self, directory: bytes) -> None:
+        """rm -r, in whatever order the names come."""
+
+        async def remove(fs: SimFilesystem) -> None:
+            ino = (await self.locate(fs, directory)).ino
+            names = [name for name, _ in await fs.names(ino)]
+            self.world.random.shuffle(names)
+            for name in names:
+                await fs.unlink(ino, name)
+            await fs.rmdir(*await self.parent(fs, directory))
+
+        await self._ask(remove)
+
+    async def verify(self) -> None:
+        """What is shown at the end is what the PFS is to have."""
+        self.tree = self._after = await self.shown()
+
+    async def settle(self) -> None:
+        """See ``Client``: a lost node has ended its saves."""
+        self.world.loss = None
+
+    async def save_again(self, commits: set[bytes]) -> None:
+        """See ``Worker``: nothing is overwritten here."""
+
+
+class Rotate(Steps):
+    """As ``Steps``, with savers that rotate."""
+
+    worker = Saver
+
+    def __init__(self, seed: int, directory: str, *, trace: bool = False, fsync: str = "") -> None:
+        super().__init__(seed, directory, trace=trace, fsync=fsync)
+        rng = self.random
+        self.keep, self.overlap, self.pause_s = rng.choice([1, 1, 2, 3]), rng.choice([1, 2]), rng.choice([0.1, 1, 20])
+        self.events = rng.choice(
+            [Steps.events, ("away", "away", "away", "calm"), ("kill", "strike", "away", "stick", "calm")]
+        )
+        self._has: set[bytes] = set()  # bases that have had a whole checkpoint on the PFS
+
+    def stepped(self, what: str) -> None:
+        """See ``Cluster``."""
+        super().stepped(what)
+        self._one_is_there(what)
+
+    async def happen(self, event: str, seat: object) -> None:
+        """See ``Cluster``."""
+        await super().happen(event, seat)  # type: ignore[arg-type]
+        if event == "cut":
+            self._one_is_there("a power cut")
+
+    def _one_is_there(self, when: str) -> None:
+        for base, directory in self.store.root.entries.items():
+            if base == b".cachexfs":
+                continue
+            if self._whole(directory):
+                self._has |= {base} if self._whole(directory, kept=True) else set()
+            elif base in self._has:
+                self._has.discard(base)
+                self.counts["none is there"] += 1
+                if not self._is_told():
+                    raise Violation(f"rotation: after {when}, {base!r} has no whole checkpoint on the PFS any more")
+
+    def _is_told(self) -> bool:
+        if self.losses:
+            return True
+        lives = [seat.current for seat in self.seats if seat.current is not None and not seat.current.dead]
+        return any("outrun" in life.node.errors for life in lives) or not lives
+
+    def _whole(self, base: Ino, *, kept: bool = False) -> list[bytes]:
+        found = []
+        for name, directory in (base.kept if kept else base.entries).items():
+            files = {
+                n: (i.kept_data if kept else i.data) for n, i in (directory.kept if kept else directory.entries).items()
+            }
+            commit = files.get(COMMIT)
+            if commit is not None and not self.saves.lacking(commit, files):
+                found.append(name)
+        return found
