@@ -152,7 +152,8 @@ class Drainer:
         if op.kind != OpKind.PUT:
             if self.waits.blocker(key) is None:
                 return self._turns.changes
-            self.errors.over(key)  # it is not tried now
+            if key in self.progress.errors:
+                self.errors.over(key)  # it is not tried now
             return None
         if self.puts.unneeded(key, op):
             return self._turns.drops
