@@ -1,7 +1,9 @@
 """Checkpoints that are removed before they have landed, one after the other: none gets to the PFS.
 
 Role: what is removed need not land, so who keeps one checkpoint and saves faster than the PFS takes them never has a
-whole one there, while everything works. ``status`` says so until a commit file lands or nothing is pending any more.
+whole one there, while everything works; and the last one there goes, once nothing that was written before its removal
+has still to land. ``status`` says so until a commit file lands or nothing is pending any more. Each directory of
+checkpoints counts by itself, and so does each name of commit files.
 Concurrency: none; a catalogue listener.
 """
 
@@ -11,8 +13,8 @@ import logging
 from collections import Counter
 
 from cachexfs.core.commitfiles import is_commit_name
-from cachexfs.core.order import lands_at
-from cachexfs.core.records import Inode, Op, OpKind
+from cachexfs.core.order import lands_at, parent_of
+from cachexfs.core.records import ROOT_FID, Inode, Op, OpKind
 from cachexfs.core.replica import Applied
 from cachexfs.engine.node import Node
 
@@ -20,6 +22,9 @@ log = logging.getLogger(__name__)
 
 IN_A_ROW = 3
 _ERROR = "outrun"
+_LANDS = (OpKind.PUT, OpKind.RENAME)
+
+Series = tuple[bytes, bytes]  # directory of checkpoints, name of their commit files
 
 
 class Outrun:
@@ -27,33 +32,72 @@ class Outrun:
 
     def __init__(self, node: Node) -> None:
         self.node = node
-        self._removed: Counter[bytes] = Counter()  # by the commit file's name, since one has landed
+        self._removed: Counter[Series] = Counter()  # since one has landed
+        self._leaving: dict[Series, set[bytes]] = {}  # removals of what had landed, by key
+        self._gone: set[Series] = set()  # of which one had landed, and none is left
 
     def notice(self, changes: Applied) -> None:
         """Catalogue listener."""
-        view, errors = self.node.catalogue.view, self.node.errors
-        never_landed = {int(k[2:], 16) for k, old, new in changes if new is None and _is_unlanded(old)}
-        for _, old, new in changes:
+        records = {int(k[2:], 16): old for k, old, new in changes if new is None and isinstance(old, Inode)}
+        for key, old, new in changes:
             op = new or old
-            if not isinstance(op, Op) or not is_commit_name(lands_at(op).rpartition(b"/")[2]):
-                continue
-            if old is None and op.kind == OpKind.UNLINK and op.fid in never_landed:
-                self._removed[lands_at(op).rpartition(b"/")[2]] += 1
-            elif new is None and op.kind in (OpKind.PUT, OpKind.RENAME):
-                inode = view.inode(op.fid)
-                if inode is not None and self.node.was_landed(inode):
-                    self._removed.clear()
-        count = max(self._removed.values(), default=0)
-        if count < IN_A_ROW or not view.op_count:
+            if isinstance(op, Op) and is_commit_name(_series(op)[1]):
+                self._count(key, op, records.get(op.fid), issued=old is None, over=new is None)
+        if self._removed or self.node.errors.get(_ERROR):
+            self._tell()
+
+    def _count(self, key: bytes, op: Op, record: Inode | None, *, issued: bool, over: bool) -> None:
+        series = _series(op)
+        if op.kind == OpKind.UNLINK and issued and record is not None and record.kind == "f":
+            if record.pfs is None:
+                self._removed[series] += 1
+            else:
+                self._leaving.setdefault(series, set()).add(key)
+        elif op.kind == OpKind.UNLINK and over and key in (leaving := self._leaving.get(series, set())):
+            leaving.discard(key)
+            if not self._is_one_there(series):
+                self._gone.add(series)
+        elif op.kind in _LANDS and over:
+            inode = self.node.catalogue.view.inode(op.fid)
+            if inode is not None and self.node.was_landed(inode):
+                self._removed.pop(series, None)
+                self._gone.discard(series)
+
+    def _is_one_there(self, series: Series) -> bool:
+        """Whether a commit file has landed that the mount still has."""
+        view, (directory, name) = self.node.catalogue.view, series
+        above = view.find(ROOT_FID, directory) if directory else ROOT_FID
+        for child in view.children(above).values() if above is not None else ():
+            entry = view.lookup(child.fid, name)
+            inode = view.inode(entry.fid) if entry is not None else None
+            if inode is not None and inode.pfs is not None and not inode.pfs.hidden:
+                return True
+        return False
+
+    def _is_outrun(self, series: Series) -> bool:
+        return self._removed[series] >= (1 if self._leaves_none(series) else IN_A_ROW)
+
+    def _tell(self) -> None:
+        errors = self.node.errors
+        outrun = [series for series in self._removed if self._is_outrun(series)]
+        if not outrun or not self.node.catalogue.view.op_count:
             errors.pop(_ERROR, None)
             return
         if _ERROR not in errors:
             log.warning("checkpoints are removed before they are on the PFS")
+        count = max(self._removed[series] for series in outrun)
+        last = "; the one that was there goes, or has gone" if any(map(self._leaves_none, outrun)) else ""
         errors[_ERROR] = (
-            f"the last {count} checkpoints were removed or replaced before they were on the PFS, and none has got "
-            "there since: keep more of them, or save less often"
+            f"the last {count} checkpoint{'s were' if count > 1 else ' was'} removed or replaced before "
+            f"{'they were' if count > 1 else 'it was'} on the PFS, and none has got there since{last}: "
+            "keep more of them, or save less often"
         )
 
+    def _leaves_none(self, series: Series) -> bool:
+        leaves = series in self._gone or bool(self._leaving.get(series))
+        return leaves and not self._is_one_there(series)
 
-def _is_unlanded(record: object) -> bool:
-    return isinstance(record, Inode) and record.kind == "f" and record.pfs is None
+
+def _series(op: Op) -> Series:
+    above, _, name = lands_at(op).rpartition(b"/")
+    return parent_of(above), name

@@ -8,6 +8,7 @@ moment, a power cut there included, unless ``status`` says that they are removed
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import AsyncIterator, Awaitable, Callable
 
@@ -133,7 +134,13 @@ class Saver(Worker):
         self.world.loss = None
 
     async def save_again(self, commits: set[bytes]) -> None:
-        """See ``Worker``: nothing is overwritten here."""
+        """See ``Worker``: nothing is overwritten here. What is not whole goes, as whoever starts again removes it."""
+        life = await self.world.life()
+        for directory in [path for path, node in (await self.shown(lost=True)).items() if node.kind == "d"]:
+            fid = (await self.locate(life.filesystem, directory)).ino
+            if (await life.parts.attributes.of(fid)).get("restartable", "no") == "no":
+                with contextlib.suppress(RefusedError):
+                    await self._remove(directory)
 
 
 class Rotate(Steps):

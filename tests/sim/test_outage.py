@@ -160,3 +160,38 @@ async def test_checkpoints_that_are_all_removed_before_they_land_are_named(scene
     await remove(99)
     await scene.drained()
     assert "outrun" not in errors
+
+
+@scene()
+async def test_that_the_last_checkpoint_on_the_pfs_goes_before_another_is_there_is_told(scene: Scene) -> None:
+    """The one after it was removed before it landed, and so nothing waited for it any more."""
+    errors = scene.life.parts.node.errors
+
+    async def save(step: int) -> None:
+        await scene.mkdir(b"r/s%d" % step)
+        await scene.write(b"r/s%d/m" % step, b"m")
+        await scene.write(b"r/s%d/.metadata" % step, b"\x80\x04names m")
+
+    async def remove(step: int) -> None:
+        for name in (b".metadata", b"m"):
+            await scene.unlink(b"r/s%d/%s" % (step, name))
+
+    await scene.mkdir(b"r")
+    await save(0)
+    await scene.drained()
+    await remove(0)
+    await scene.drained()
+    assert "outrun" not in errors  # as its user wanted
+    await save(1)
+    await scene.drained()
+    scene.faults.away = True
+    await save(2)
+    await remove(1)
+    assert "outrun" not in errors  # it stays until the next is there
+    await save(3)
+    await remove(2)
+    assert "the one that was there goes" in errors["outrun"]
+    scene.faults.away = False
+    await scene.drained()
+    assert "outrun" not in errors
+    assert scene.on_pfs(b"r/s3/.metadata") is not None

@@ -21,13 +21,34 @@ SEEDS = {
     "fill": [range(4)],
     "routes": [range(4)],
     "recover": [range(20, 26)],
+    "rotate": [range(300026, 300030)],
 }
 
 #: Seeds that broke a promise once: what they found is a test of its own in test_found.py, they go on here.
 FOUND = {
     "one": [1026, 1159, 3011, 19, 68, 85, 106, 109, 173, 201, 215],
-    "cluster": [391, 1026, 36, 61, 74, 252, 258, 329],
-    "journal": [90058, 90087, 90130, 91059, 91223, 91255, 91301, 91878, 91930, 91955],
+    "cluster": [391, 1026, 36, 61, 74, 252, 258, 329, 200010, 200130, 220172],
+    "behind": [200026],
+    "rotate": [1, 300024, 300033],
+    "journal": [
+        200144,
+        200200,
+        200215,
+        200229,
+        210358,
+        210538,
+        210624,
+        90058,
+        90087,
+        90130,
+        91059,
+        91223,
+        91255,
+        91301,
+        91878,
+        91930,
+        91955,
+    ],
     "routes": [1312, 35, 59, 22041, 31048],
     "recover": [31117],
     "fill": [22046, 31007],
@@ -96,6 +117,7 @@ def test_a_run_that_does_not_end_says_what_waits(how: str) -> None:
 KINDS = {
     "disks": (range(12), {"a power cut", "a replica", "changed", "cut", "unreadable"}),
     "journal": (range(14), {"tail", "middle", "zeros", "version", "contents in staging"}),
+    "steps": (range(8), {"dead before", "dead after", "refused", "stuck", "concealed"}),
     "behind": (
         range(12),
         {"removed", "replaced", "written over", "a directory removed", "evicted", "read as written", "not readable"},
