@@ -49,7 +49,8 @@ class Outrun:
     def _count(self, key: bytes, op: Op, record: Inode | None, *, issued: bool, over: bool) -> None:
         series = _series(op)
         if op.kind == OpKind.UNLINK and issued and record is not None and record.kind == "f":
-            if record.pfs is None:
+            moves = any(other.kind == OpKind.RENAME for _, other in self.node.catalogue.view.ops_of(op.fid))
+            if record.pfs is None or moves:
                 self._removed[series] += 1
             else:
                 self._leaving.setdefault(series, set()).add(key)

@@ -20,6 +20,7 @@ from sim_store import Ino
 from sim_work import Worker
 
 from cachexfs.core.changes import NewAttrs
+from cachexfs.core.records import ROOT_FID
 from cachexfs.errors import FsError
 
 FILE, DIRECTORY = NewAttrs(0o644, 0, 0), NewAttrs(0o755, 0, 0)
@@ -173,12 +174,21 @@ class Rotate(Steps):
             if base == b".cachexfs":
                 continue
             if self._whole(directory):
-                self._has |= {base} if self._whole(directory, kept=True) else set()
+                landed = any(self._has_landed(base + b"/" + name) for name in self._whole(directory, kept=True))
+                self._has |= {base} if landed else set()
             elif base in self._has:
                 self._has.discard(base)
                 self.counts["none is there"] += 1
                 if not self._is_told():
                     raise Violation(f"rotation: after {when}, {base!r} has no whole checkpoint on the PFS any more")
+
+    def _has_landed(self, path: bytes) -> bool:
+        """Whether the catalogue knows that a commit file has come to its place."""
+        state = self.log.state
+        fid = state.find(ROOT_FID, path + b"/" + COMMIT)
+        inode = state.inode(fid) if fid is not None else None
+        there = inode is not None and inode.pfs is not None and inode.pfs.gen == inode.gen
+        return there and fid is not None and not state.is_moving(fid)
 
     def _is_told(self) -> bool:
         if self.losses:
