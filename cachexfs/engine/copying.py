@@ -8,11 +8,15 @@ source meanwhile.
 from __future__ import annotations
 
 import errno
+import fcntl
+import mmap
 import os
 
 import trio
 
 from cachexfs.errors import FsError
+
+DIRECT_BYTES = 4 << 20
 
 
 async def copy_bytes(source: int, target: int, length: int) -> None:
@@ -34,8 +38,7 @@ async def copy_bytes(source: int, target: int, length: int) -> None:
                 if error.errno != errno.ENXIO:  # no data behind this
                     raise
                 break
-            while done < end:
-                done += _copy_piece(source, target, done, end - done)
+            done = _copy_data(source, target, done, end)
         if os.fstat(target).st_size < length:
             os.ftruncate(target, length)
 
@@ -45,14 +48,46 @@ async def copy_bytes(source: int, target: int, length: int) -> None:
         await trio.to_thread.run_sync(work)
 
 
-def _copy_piece(source: int, target: int, offset: int, length: int) -> int:
+def _copy_data(source: int, target: int, offset: int, end: int) -> int:
+    """Copy bytes that are no hole; returns ``end``."""
     try:
-        count = os.copy_file_range(source, target, length, offset, offset)
+        while offset < end:
+            offset += _some(os.copy_file_range(source, target, end - offset, offset, offset), offset, end)
     except OSError as error:
         if error.errno not in (errno.EXDEV, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL):
             raise
-        os.lseek(target, offset, os.SEEK_SET)  # between two filesystems, as from memory to NVMe
-        count = os.sendfile(target, source, offset, length)
+        offset = _copy_direct(source, target, offset, end)
+        os.lseek(target, offset, os.SEEK_SET)
+        while offset < end:
+            offset += _some(os.sendfile(target, source, offset, end - offset), offset, end)
+    return offset
+
+
+def _copy_direct(source: int, target: int, offset: int, end: int) -> int:
+    """Copy whole pages around the target's page cache, where it can do that; returns up to where.
+
+    From one filesystem to another is from memory to NVMe, when memory is short: the cache would take as much again.
+    """
+    whole, flags = end - end % mmap.PAGESIZE, fcntl.fcntl(target, fcntl.F_GETFL)
+    if offset % mmap.PAGESIZE or offset >= whole:
+        return offset
+    try:
+        fcntl.fcntl(target, fcntl.F_SETFL, flags | os.O_DIRECT)
+        with mmap.mmap(-1, DIRECT_BYTES) as pages, memoryview(pages) as view:
+            while offset < whole:
+                with view[: min(DIRECT_BYTES, whole - offset)] as piece:
+                    read = _some(os.preadv(source, [piece], offset), offset, end)
+                with view[:read] as piece:
+                    offset += os.pwrite(target, piece, offset)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+    finally:
+        fcntl.fcntl(target, fcntl.F_SETFL, flags)
+    return offset
+
+
+def _some(count: int, offset: int, end: int) -> int:
     if count == 0:
-        raise FsError(errno.EIO, f"the staged file ends at byte {offset}, {offset + length} were expected")
+        raise FsError(errno.EIO, f"the staged file ends at byte {offset}, {end} were expected")
     return count
