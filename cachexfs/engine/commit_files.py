@@ -152,9 +152,10 @@ class CommitFiles:
             self._names -= _names_in(self._parsed.popitem(last=False)[1])
 
     def _note(self, listed: Mapping[Name, Collection[bytes]], tree: dict[bytes, tuple[int, Inode]]) -> None:
-        """What commit files list, for ``members_of``."""
+        """What commit files list, for ``members_of``. What is lost lists nothing that anybody could read now."""
+        lost = self._lost(tree)
         for commit, names in listed.items():
-            if commit in tree and b"/" not in commit:
+            if commit in tree and b"/" not in commit and commit not in lost:
                 child, inode = tree[commit]
                 self._members[child, inode.gen] = frozenset(names)
         while len(self._members) > MEMBERS_MAX:

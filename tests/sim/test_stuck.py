@@ -294,3 +294,36 @@ async def test_what_was_refused_and_waits_for_others_by_now_is_no_error_and_not_
     await trio.sleep(100)
     assert _errors(scene) == []
     assert scene.life.parts.drainer.is_idle()
+
+
+@scene(fsync="returned")
+async def test_a_member_is_not_removed_below_a_commit_file_that_the_pfs_denies_and_nobody_else_has(
+    scene: Scene,
+) -> None:
+    """It counted as one that lists nothing; once its server was back it claimed what had gone."""
+    checkers = Checkers(scene.store, Saves())
+    checkers.saves.made[commit_file(1, MEMBERS)] = MEMBERS
+    checkers.kept.excused = True
+    await scene.mkdir(b"s")
+    for name, data in MEMBERS.items():
+        await scene.write(b"s/" + name, data)
+    await scene.write(b"s/.metadata", commit_file(1, MEMBERS))
+    await scene.drained()
+    fid, directory = await scene.ino(b"s/.metadata"), await scene.ino(b"s")
+    content = scene.life.catalogue.view.generation(fid)
+    assert content is not None
+    scene.life.kill()
+    await trio.testing.wait_all_tasks_blocked()
+    os.unlink(scene.life.staging.path(content.stage))
+    await scene.start()
+    scene.faults.hidden.add(b"s/.metadata")
+    with pytest.raises(FsError):
+        await scene.read(b"s/.metadata")
+    assert (await scene.life.parts.attributes.of(directory))["restartable"] == "no"
+    scene.before = lambda step: checkers.commit_last(step)
+    await scene.unlink(b"s/m")
+    await trio.sleep(100)
+    scene.faults.hidden.clear()
+    await trio.sleep(100)
+    checkers.commit_last("the end")
+    assert scene.on_pfs(b"s/m") is None
