@@ -20,7 +20,7 @@ def test_a_status_that_takes_minutes_is_no_dead_daemon() -> None:
         server = ControlServer.__new__(ControlServer)
         last_s, answers = trio.current_time(), []
 
-        async def resolve(path: object) -> tuple[int, SimpleNamespace]:
+        async def resolve(path: object, *, may_be_old: bool) -> tuple[int, SimpleNamespace]:
             return 1, SimpleNamespace(kind="d")
 
         async def below(fid: int, patience_s: float) -> list[object]:
