@@ -19,14 +19,12 @@ from cachexfs.adapters.catalogue_etcd import EtcdCatalogue
 from cachexfs.adapters.etcd_client import Endpoint
 from cachexfs.adapters.etcd_server import TXN_OPS_MAX, EtcdServer, Member
 from cachexfs.adapters.job_tls import JobAuthority
-from cachexfs.config import MountOptions, NodeAddress
+from cachexfs.config import MountOptions
 from cachexfs.core.records import Life
 from cachexfs.engine.interfaces import Catalogue
 from cachexfs.errors import UsageError
 
 log = logging.getLogger(__name__)
-
-ETCD_MEMBERS_MAX = 3
 
 
 async def start_catalogue(
@@ -59,7 +57,7 @@ async def start_catalogue(
         endpoints = [_endpoint(text) for text in options.catalogue]
         context, operations = None, 128
     else:
-        members = [Member(n.name, n.host, n.port + 1, n.port + 2) for n in etcd_nodes(options)]
+        members = [Member(n.name, n.host, n.port + 1, n.port + 2) for n in options.catalogue_nodes]
         if options.node in [m.name for m in members]:
             server = EtcdServer(members, options.node, directory / "etcd", options.job, tls)
             on_member(server)
@@ -90,16 +88,3 @@ def read_secret(options: MountOptions) -> bytes:
 def _endpoint(text: str) -> Endpoint:
     host, _, port = text.removeprefix("https://").removeprefix("http://").rpartition(":")
     return Endpoint(host.strip("[]"), int(port))
-
-
-def etcd_nodes(options: MountOptions) -> list[NodeAddress]:
-    """Up to three nodes, in different failure domains as far as there are several."""
-    chosen: list[NodeAddress] = []
-    seen: set[str] = set()
-    for again in (False, True):
-        for node in options.nodes:
-            domain = options.domains.get(node.name, node.name)
-            if len(chosen) < ETCD_MEMBERS_MAX and node not in chosen and (again or domain not in seen):
-                chosen.append(node)
-                seen.add(domain)
-    return chosen

@@ -16,6 +16,7 @@ from cachexfs import machine
 
 #: What root registers its mounts in, and below, those that it makes for users.
 RUNTIME_DIR_ROOT = "/run/cachexfs"
+CATALOGUE_MEMBERS_MAX = 3
 #: In a node's NVMe directory: the identity of the PFS directory that it has mounted.
 PFS_ID = "pfs-id"
 
@@ -57,6 +58,7 @@ class MountOptions(msgspec.Struct, frozen=True, kw_only=True):
     full_timeout_s: float = 45.0
     fsync_timeout_s: float = 45.0
     offline: bool = False
+    pfs_type: str = "any"
     verify: bool = False
     hide_xattrs: bool = False
     passthrough: str = "auto"
@@ -93,6 +95,22 @@ class MountOptions(msgspec.Struct, frozen=True, kw_only=True):
         own = "/var/lib/cachexfs" if os.geteuid() == 0 else f"/var/tmp/cachexfs-{os.geteuid()}"
         usable = machine.is_on_disk(os.path.dirname(own)) and machine.is_own(own)
         return os.path.join(own, name) if usable else None
+
+    @property
+    def catalogue_nodes(self) -> list[NodeAddress]:
+        """Nodes with a member of the catalogue: up to three, in different failure domains as far as there are several.
+
+        Empty alone, and with an etcd of the site's own.
+        """
+        chosen: list[NodeAddress] = []
+        seen: set[str] = set()
+        for again in (False, True) if not self.alone and not self.catalogue else ():
+            for node in self.nodes:
+                domain = self.domains.get(node.name, node.name)
+                if len(chosen) < CATALOGUE_MEMBERS_MAX and node not in chosen and (again or domain not in seen):
+                    chosen.append(node)
+                    seen.add(domain)
+        return chosen
 
     @property
     def alone(self) -> bool:

@@ -66,7 +66,7 @@ class ControlServer:
         self.facts = facts
         self.ending = Ending()
         self.started_s = time.time()
-        self.leaving: control_umount.Leaving | None = None
+        self.others: control_umount.Others | None = None
         self.vouch: control_recovery.Vouch | None = None
         self.on_stale: Callable[[int, bytes], None] = lambda parent, name: None  # the kernel's entry is old
 
@@ -141,6 +141,8 @@ class ControlServer:
         except CatalogueUnavailableError:
             if not may_be_old:
                 raise
+        if self.node.pfs is not None:
+            await self.node.pfs.look_again()
         fid, view = ROOT_FID, self.node.catalogue.view
         for part in os.fsencode(path or "").split(b"/"):
             if part in (b"", b"."):
@@ -353,7 +355,7 @@ class ControlServer:
 
     # ---- umount
     async def _umount(self, request: Answer, send: Send) -> None:
-        await control_umount.Unmount(self.parts, self.ending, self.leaving).answer(request, send)
+        await control_umount.Unmount(self.parts, self.ending, self.others).answer(request, send)
 
     async def _sources(self, request: Answer, send: Send) -> None:
         prefix = os.fsencode(str(request.get("path") or ""))

@@ -7,7 +7,8 @@ undone it takes over what it can, and keeps its replicas of the rest: they may b
 from __future__ import annotations
 
 import os
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
 
 import trio
 
@@ -17,7 +18,7 @@ from cachexfs.control_progress import of_drain
 from cachexfs.core.boundary import Boundary
 from cachexfs.core.records import ROOT_FID, Op, OpKind
 from cachexfs.ending import Ending
-from cachexfs.engine.drain import UNKNOWN
+from cachexfs.engine.drain import LANDS_BY_ITSELF, UNKNOWN
 from cachexfs.engine.parts import Parts
 
 STALLED_S = 60.0
@@ -25,14 +26,24 @@ STALLED_S = 60.0
 Leaving = Callable[[float | None], AsyncIterator[None]]
 
 
-class Unmount:
-    """One request to unmount. ``leaving``: None where this node is alone."""
+@dataclass(frozen=True, slots=True)
+class Others:
+    """What the daemon does about the job's other nodes at the end. ``settle``: of those that went before this one, when
+    it is the last; ``staying``: what stays for those that are still there, in words."""
 
-    def __init__(self, parts: Parts, ending: Ending, leaving: Leaving | None) -> None:
+    leaving: Leaving
+    settle: Callable[[], Awaitable[None]]
+    staying: Callable[[], str]
+
+
+class Unmount:
+    """One request to unmount. ``others``: None where this node is alone."""
+
+    def __init__(self, parts: Parts, ending: Ending, others: Others | None) -> None:
         self.parts = parts
         self.node = parts.node
         self.ending = ending
-        self.leaving = leaving
+        self.others = others
 
     async def answer(self, request: Answer, send: Send) -> None:
         """Drain, serve the others until they are done, tell what is left, and end the mount."""
@@ -40,6 +51,7 @@ class Unmount:
         ending = self.ending
         ending.abandoned = bool(request.get("abandon"))
         failed = await self.parts.files.publish_all()
+        ending.is_published = not failed and not self.node.orphans()
         left: list[Answer] = [{"path": "", "reason": text} for text in failed]
         if orphans := self.node.orphans():
             left.append({"path": "", "reason": orphans})
@@ -48,16 +60,20 @@ class Unmount:
             with self.node.foreground.awaited():
                 await self._drain(send, deadline_s, patient=timeout is not None)
         left += self._left_behind()
-        if self.leaving is not None and not ending.abandoned and not left:
-            async for _ in self.leaving(deadline_s):
+        if self.others is not None and not ending.abandoned and not left:
+            async for _ in self.others.leaving(deadline_s):
                 await send({"progress": of_drain(self.parts)})
             with self.node.foreground.awaited():  # of a node that has ended before its own drain was done
                 await self._drain(send, deadline_s, patient=timeout is not None)
             await self._await_others(send, deadline_s)
             left += self._left_behind()
             left += self._kept_for_others({str(item["path"]) for item in left})
+        notes: list[str] = []
+        if self.others is not None and not left and not ending.abandoned:
+            await self.others.settle()
+            notes = list(filter(None, [self.others.staying()]))
         ending.left = len(left)
-        await send({"done": True, "left": left})
+        await send({"done": True, "left": left, "notes": notes})
         ending.requested.set()
 
     def _left_behind(self) -> list[Answer]:
@@ -65,8 +81,12 @@ class Unmount:
         left: list[Answer] = [{"path": "", "reason": UNKNOWN}] if self.parts.drainer.is_paused else []
         undrained = self._undrained()
         for key, op in [row for row in undrained if row[1].kind != OpKind.DIRATTR] or undrained:
-            left.append({"path": os.fsdecode(op.path) or ".", "reason": control_explain.reason_of(self.parts, key, op)})
+            left.append({"path": os.fsdecode(op.path) or ".", "reason": self._reason(key, op)})
         return left + self._not_on_pfs({str(item["path"]) for item in left})
+
+    def _reason(self, key: bytes, op: Op) -> str:
+        """Why a change has not landed; nothing lands by itself once the mount has ended."""
+        return control_explain.reason_of(self.parts, key, op).removesuffix(f"; {LANDS_BY_ITSELF}")
 
     async def _await_others(self, send: Send, deadline_s: float) -> None:
         """Serve the copies that this node has until the PFS has their files, or for a while nothing lands."""

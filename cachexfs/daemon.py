@@ -15,7 +15,7 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from typing import Any
 import msgspec
 import trio
 
-from cachexfs import fuse_mount, staged, succession, tmpfs
+from cachexfs import ended, fuse_mount, staged, succession, tmpfs
 from cachexfs.adapters.awake import AwakeClock
 from cachexfs.adapters.catalogue_builtin import BuiltinCatalogue
 from cachexfs.adapters.catalogue_etcd import EtcdCatalogue
@@ -36,14 +36,15 @@ from cachexfs.adapters.pfs_pool import PfsPool
 from cachexfs.adapters.replica_copy import write_synced
 from cachexfs.adapters.replica_store import ReplicaStore
 from cachexfs.adapters.staging import Staging
-from cachexfs.catalogues import etcd_nodes, start_catalogue
+from cachexfs.catalogues import start_catalogue
 from cachexfs.config import PFS_ID, MountOptions
 from cachexfs.control_answers import Facts
 from cachexfs.control_server import ControlServer
 from cachexfs.core import namespace
 from cachexfs.core import records as rec
 from cachexfs.core.changes import NewAttrs
-from cachexfs.core.records import FID_STEP, FORMAT_VERSION, ROOT_FID, Job, Life
+from cachexfs.core.job import agree
+from cachexfs.core.records import FID_STEP, ROOT_FID, Job, Life
 from cachexfs.core.routes import PARTNER
 from cachexfs.core.transaction import Tx
 from cachexfs.engine import recover
@@ -52,9 +53,10 @@ from cachexfs.engine.node import Node
 from cachexfs.engine.parts import Parts, assemble, load
 from cachexfs.engine.reserve import Reserve
 from cachexfs.engine.retention import Retention
-from cachexfs.errors import EXIT_CANNOT_TELL, CacheXError, CannotTellError, UsageError
+from cachexfs.errors import EXIT_CANNOT_TELL, CacheXError, CannotTellError
 from cachexfs.forecast import Forecast
 from cachexfs.glue import HeldReplicas
+from cachexfs.last import leave_token, others_of
 from cachexfs.mountpoint import unprotect
 from cachexfs.peering import keep_clock, start_peers
 from cachexfs.registration import Registration
@@ -82,6 +84,7 @@ class Daemon:
         self.staging = Staging(directory, options.memory, options.spill_directory)
         self.etcd: EtcdServer | None = None
         self._needed_by: list[str] = []  # nodes that were still there when this one left
+        self._made_anew: list[str] = []  # on NVMe
         self._has_answered = False
         self._is_new = False  # the catalogue, when this daemon came
         self._registration = Registration(options)
@@ -92,6 +95,9 @@ class Daemon:
         """Mount, serve, unmount; returns the exit code."""
         succession.check(self.staging.directory, self.options, self.supervisor)
         self.staging.open()
+        ended.forget(self.staging.directory)
+        if self.options.nvme_directory is not None:
+            ended.forget(Path(self.options.nvme_directory))
         fresh = not self.staging.stages() and not (self.staging.directory / tmpfs.PFS_TOKEN).exists()
         try:
             return await self._run()
@@ -111,6 +117,8 @@ class Daemon:
         """A mount that never answered leaves nothing behind: neither an etcd member of its own nor a tmpfs."""
         if self.etcd is not None and self.etcd.pid is not None:
             os.kill(self.etcd.pid, signal.SIGTERM)
+        for path in self._made_anew:  # it may be of the wrong PFS directory
+            os.unlink(path)
         tmpfs.remove_tree(self.staging.directory)
         tmpfs.release(self.options)
         self.staging.close()
@@ -149,7 +157,7 @@ class Daemon:
                 services.start_soon(task)
             succession.leave_token(self.staging.directory, self.supervisor)
             await self.serving.serve(services, parts, self._control(parts))
-            await self._depart(catalogue)
+            await self._depart(node, catalogue)
             services.cancel_scope.cancel()
         await self._end(catalogue)
         return self.serving.exit_code
@@ -172,14 +180,15 @@ class Daemon:
             catalogue="builtin" if options.alone else "etcd",
         )  # fmt: skip
         control = ControlServer(parts, facts)
-        control.leaving = None if options.alone else lambda deadline_s: self._leave(parts.node, deadline_s)
+        members = [member.name for member in options.catalogue_nodes]
+        control.others = None if options.alone else others_of(parts.node, self.etcd, members)
         control.vouch = None if options.alone else lambda dead: self._vouch(parts.node, dead)
         return control
 
     async def _start_pfs(self, services: trio.Nursery, node: Node) -> None:
         if self.options.offline:
             return
-        token = self.staging.directory / tmpfs.PFS_TOKEN
+        token = self._pfs_token
         pool = PfsPool(
             self.options.pfs, token=token.read_text() if token.exists() else None,
             drain_workers=self.options.drain_workers, verify=self.options.verify,
@@ -195,7 +204,9 @@ class Daemon:
                 token.write_text(known)
                 if self.options.nvme_directory is not None:  # so that ``recover`` knows the directory again
                     os.makedirs(self.options.nvme_directory, mode=0o700, exist_ok=True)
-                    write_synced(os.path.join(self.options.nvme_directory, PFS_ID), known.encode())
+                    path = os.path.join(self.options.nvme_directory, PFS_ID)
+                    self._made_anew = [] if os.path.exists(path) else [path]
+                    write_synced(path, known.encode())
                 if self.options.alone and (left := await pool.prepared(PFS_PROBE_S)):
                     node.errors["left behind"] = (
                         f"{len(left)} files that a lost daemon had fsynced lie in {self.options.pfs}/.cachexfs/tmp: "
@@ -228,7 +239,7 @@ class Daemon:
     async def _start_replicas(self, node: Node) -> ReplicaStore | None:
         if self.options.nvme_directory is None:
             return None
-        directory = Path(self.options.nvme_directory) / "replicas"
+        directory = self._replicas
         try:
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
             store = await ReplicaStore.open(str(directory))
@@ -246,6 +257,10 @@ class Daemon:
         node.replicas = HeldReplicas(store)
         return store
 
+    @property
+    def _replicas(self) -> Path:
+        return Path(self.options.nvme_directory or "") / "replicas"
+
     async def _register(self, node: Node, catalogue: Catalogue) -> None:
         """Say who and where this node is; the first one makes the root and names the reference clock."""
         options = self.options
@@ -255,7 +270,7 @@ class Daemon:
             options.node, own.host if own else "", own.port if own else 0, index, self.staging.store,
             node.replicas.store if node.replicas is not None else "", options.domains.get(options.node, options.node),
         )  # fmt: skip
-        ctx = node.ctx()
+        ctx, pfs_id = node.ctx(), self._pfs_token.read_text() if self._pfs_token.exists() else ""
         attrs = NewAttrs(0o755, os.geteuid(), os.getegid())
         if node.pfs is not None and catalogue.view.inode(ROOT_FID) is None:
             found = await node.pfs.stat(b"", PFS_PROBE_S)
@@ -263,16 +278,20 @@ class Daemon:
 
         def register(tx: Tx) -> None:
             job = tx.read(rec.JOB_KEY)
-            if not isinstance(job, Job):
-                tx.put(rec.JOB_KEY, Job(FORMAT_VERSION, ROOT_FID, options.node, node.replica_count))
-            elif job.replicas != node.replica_count:
-                raise UsageError(f"the job's other nodes keep {job.replicas} replicas: use -o replicas={job.replicas}")
+            agreed = agree(job if isinstance(job, Job) else None, options, node.replica_count, pfs_id)
+            if agreed != job:
+                tx.put(rec.JOB_KEY, agreed)
             tx.put(rec.node_key(options.node), record)
             namespace.join_root(tx, ctx, attrs, imported=node.pfs is None)
 
         await catalogue.mutate(register)
         if options.alone:
             await catalogue.mutate(lambda tx: tx.put(rec.life_key(options.node), Life(options.node, "")))
+
+    @property
+    def _pfs_token(self) -> Path:
+        """The identity of the PFS directory, once it is known."""
+        return self.staging.directory / tmpfs.PFS_TOKEN
 
     def _set_aside(self) -> Callable[[str], None] | None:
         """How staged files without a name are kept, where the catalogue is new or was mended; else None."""
@@ -309,30 +328,16 @@ class Daemon:
 
     async def _vouch(self, node: Node, dead: list[str]) -> tuple[bool, str]:
         """Somebody confirms that these nodes will not come back."""
-        return await go_on_without(node, self.etcd, [member.name for member in etcd_nodes(self.options)], dead)
-
-    async def _leave(self, node: Node, deadline_s: float | None) -> AsyncIterator[None]:
-        """This node is done: go on serving the others until all of them are."""
-
-        def mark(tx: Tx) -> None:
-            record = tx.read(rec.node_key(node.name))
-            if isinstance(record, rec.Node):
-                tx.put(rec.node_key(node.name), msgspec.structs.replace(record, leaving=True))
-
-        await node.catalogue.mutate(mark)
-        view = node.catalogue.view
-        while deadline_s is None or trio.current_time() < deadline_s:
-            if all(record.leaving for name, record in view.nodes.items() if view.is_live(name)):
-                return
-            yield
-            await trio.sleep(0.1)
+        return await go_on_without(node, self.etcd, [member.name for member in self.options.catalogue_nodes], dead)
 
     # ---- end
-    async def _depart(self, catalogue: Catalogue) -> None:
+    async def _depart(self, node: Node, catalogue: Catalogue) -> None:
         """Leave the catalogue at once, and keep its member until the others have left too."""
         if self.serving.retired or not isinstance(catalogue, EtcdCatalogue):
             return
         with trio.move_on_after(DEPART_S):
+            if self.serving.is_published:
+                await leave_token(node, self.staging.directory, is_done=self.serving.exit_code == 0)
             try:
                 await catalogue.leave()
             except CacheXError as error:
@@ -366,15 +371,17 @@ class Daemon:
     async def _give_back(self, catalogue: Catalogue) -> None:
         if isinstance(catalogue, BuiltinCatalogue):
             catalogue.close()
-        if self.etcd is not None and self._needed_by:
+        places = [self.options.spill_directory, self.options.nvme_directory]
+        if self.etcd is not None and self._needed_by:  # with its data and certificates
             log.warning(
-                "left before %s: this node's etcd member (pid %s) stays for them, and must be ended by hand after them",
-                ", ".join(self._needed_by), self.etcd.pid,
+                "left before %s: this node's etcd member (process %s) stays for them, and ends when the last of them "
+                "that has one, too, is unmounted", ", ".join(self._needed_by), self.etcd.pid,
             )  # fmt: skip
+            places[-1:] = [str(self._replicas)]
         elif self.etcd is not None:
             await self.etcd.stop()
         tmpfs.remove_tree(self.staging.directory)
-        for own in (self.options.spill_directory, self.options.nvme_directory):
+        for own in places:
             if own is not None:
                 tmpfs.remove_tree(Path(own))
         tmpfs.release(self.options)

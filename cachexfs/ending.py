@@ -15,11 +15,13 @@ from cachexfs.errors import EXIT_DONE, EXIT_NOT_DURABLE
 
 @dataclass(slots=True, eq=False)
 class Ending:
-    """``left``: changes and files that are not on the PFS; ``abandoned``: the user wants no drain."""
+    """``left``: changes and files that are not on the PFS; ``abandoned``: the user wants no drain;
+    ``is_published``: all that is staged is known to the catalogue."""
 
     requested: trio.Event = field(default_factory=trio.Event)
     abandoned: bool = False
     left: int = 0
+    is_published: bool = False
 
     @property
     def exit_code(self) -> int:

@@ -47,6 +47,7 @@ class Serving:
         self.supervisor = supervisor
         self.retired = False
         self.exit_code = 0
+        self.is_published = False  # at the end: all that is staged is known to the catalogue
         self._registration = registration
         self._now_s = now_s
         self._on_answers = on_answers
@@ -118,6 +119,7 @@ class Serving:
         failed = await control.parts.files.publish_all()
         for text in failed:
             log.error("not published: %s", text)
+        control.ending.is_published = not failed
         kept = control.parts.keeper.kept_for_others()
         control.ending.left = len(failed) + control.parts.drainer.left() + len(kept)
         control.ending.requested.set()
@@ -125,6 +127,7 @@ class Serving:
     async def _stop_when_asked(self, control: ControlServer) -> None:
         await control.ending.requested.wait()
         self.exit_code = max(self.exit_code, control.ending.exit_code)
+        self.is_published = control.ending.is_published
         await trio.sleep(ANSWER_LEAVES_S)  # the answer to ``umount`` leaves first
         if self.supervisor is not None:
             self.supervisor.stopping(self.exit_code)  # it unmounts, then tells us the end

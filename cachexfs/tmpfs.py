@@ -19,6 +19,7 @@ from cachexfs.errors import UsageError
 log = logging.getLogger(__name__)
 
 HEADROOM_BYTES = 64 << 20
+SOURCE = "cachexfs-staging"  # as the table of mounts shows it
 PFS_TOKEN = "pfs-id"  # in the staging directory: which PFS directory it belongs to; there while it is in use
 
 
@@ -51,7 +52,7 @@ def prepare(options: MountOptions) -> str:
     owner = "" if options.uid is None else f",uid={options.uid},gid={options.gid}"
     size = options.memory + max(options.memory // 16 + HEADROOM_BYTES, _growth_bytes(options.memory))
     for huge in (",huge=within_size", ""):
-        command = ["mount", "-t", "tmpfs", "-o", f"size={size},mode=0700{owner}{huge}", "cachexfs-staging", directory]
+        command = ["mount", "-t", "tmpfs", "-o", f"size={size},mode=0700{owner}{huge}", SOURCE, directory]
         if subprocess.run(command, capture_output=True, check=False).returncode == 0:
             return directory
     if options.uid is not None and options.gid is not None:

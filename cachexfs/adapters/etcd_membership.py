@@ -110,6 +110,20 @@ class Membership:
             with trio.CancelScope(shield=True):
                 await client.aclose()
 
+    async def drop(self, peer_urls: Sequence[str], own: Endpoint) -> None:
+        """Take other members out, one by one: they end then. Raises ``NotAdmittedError``."""
+        client = self._client(own)  # one that is removed does not answer to the end
+        try:
+            answer = await client.call("/v3/cluster/member/list", {}, MembersAnswer)
+            for member in answer.members:
+                if set(member.peerURLs) & set(peer_urls):
+                    await client.call("/v3/cluster/member/remove", {"ID": member.ID}, Empty)
+        except (EtcdUnreachableError, EtcdRefusedError) as error:
+            raise NotAdmittedError(f"the etcd cluster does not let members go: {error}") from error
+        finally:
+            with trio.CancelScope(shield=True):
+                await client.aclose()
+
     async def _is_known(self) -> bool | None:
         """Whether this node has taken part in the job; None when none of the others knows a majority."""
         known: list[bool] = []

@@ -18,13 +18,14 @@ import shutil
 import signal
 import socket
 import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 import trio
 
+from cachexfs import etcd_process
 from cachexfs.adapters.etcd_client import Endpoint
 from cachexfs.adapters.etcd_membership import Membership, NotAdmittedError, Standing
 from cachexfs.adapters.job_tls import TlsFiles
@@ -40,7 +41,6 @@ SNAPSHOT_COUNT = 10_000
 HEARTBEAT_MS = 100
 ELECTION_MS = 1000
 LOG_BYTES_MAX = 16 << 20
-STOP_TIMEOUT_S = 5.0
 #: A member that is going to fail (port in use, foreign data) does so within this time.
 START_CHECK_S = 0.3
 RESTART_DELAY_S_MIN = 0.2
@@ -58,14 +58,6 @@ class Member:
     host: str
     client_port: int
     peer_port: int
-
-
-class _Process(msgspec.Struct, frozen=True):
-    """Content of the pid file. ``started``: clock ticks from the kernel's boot, which ``boot`` names, to the start."""
-
-    pid: int
-    started: int
-    boot: str
 
 
 class EtcdServer:
@@ -87,7 +79,7 @@ class EtcdServer:
         self._binary = _find_binary()
         self.data_directory = directory / "data"
         self.log_path = directory / "etcd.log"
-        self._pid_path = directory / "etcd.pid"
+        self._pid_path = directory / etcd_process.PID_NAME
         others = [Endpoint(member.host, member.client_port) for member in members if member is not self._own]
         peer_url = _url("https" if tls else "http", self._own.host, self._own.peer_port)
         self._lock = trio.Lock()
@@ -96,11 +88,7 @@ class EtcdServer:
     @property
     def pid(self) -> int | None:
         """Process id of the running member, None when there is none."""
-        try:
-            process = msgspec.json.decode(self._pid_path.read_bytes(), type=_Process)
-        except (OSError, msgspec.DecodeError):  # it never ran, or NVMe fails: then its writes fail, too, and end it
-            return None
-        return process.pid if _identity(process.pid) == process else None
+        return etcd_process.running(self._pid_path)
 
     async def start(self, *, force_new_cluster: bool = False) -> bool:
         """Make sure that the member runs; True when it was running already.
@@ -135,17 +123,27 @@ class EtcdServer:
         return False
 
     async def stop(self) -> None:
-        """End the member: SIGTERM, after ``STOP_TIMEOUT_S`` SIGKILL."""
+        """End the member: SIGTERM, after ``etcd_process.STOP_TIMEOUT_S`` SIGKILL."""
         for number in (signal.SIGTERM, signal.SIGKILL):
             pid = self.pid
             if pid is None:
                 break
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, number)
-            with trio.move_on_after(STOP_TIMEOUT_S):
+            with trio.move_on_after(etcd_process.STOP_TIMEOUT_S):
                 await self._wait_end(pid)
         with contextlib.suppress(OSError):  # NVMe fails: nobody has that process id any more, or not this identity
             self._pid_path.unlink(missing_ok=True)
+
+    async def drop(self, names: Collection[str]) -> None:
+        """Take the members of nodes that have left for good out of the cluster: their processes end by themselves.
+
+        Raises ``NotAdmittedError`` when etcd refuses it, or does not answer.
+        """
+        scheme = "https" if self._tls else "http"
+        urls = [_url(scheme, m.host, m.peer_port) for m in self._members if m.name in names and m is not self._own]
+        if urls:
+            await self._membership.drop(urls, Endpoint(self._own.host, self._own.client_port))
 
     async def run(
         self,
@@ -249,7 +247,7 @@ class EtcdServer:
             )
         finally:
             os.close(log)
-        process = _identity(pid)
+        process = etcd_process.identity(pid)
         if process is None:
             raise CannotTellError(f"etcd ended at once: {self.last_words()} (log: {self.log_path})")
         fresh = self._pid_path.with_suffix(".new")
@@ -313,20 +311,6 @@ def _skip_san_flag(binary: str) -> str:
     text = subprocess.run([binary, "--help"], capture_output=True, text=True, check=False)
     prefix = "experimental-" if "--experimental-peer-skip-client-san" in text.stdout + text.stderr else ""
     return f"{prefix}peer-skip-client-san-verification"
-
-
-def _identity(pid: int) -> _Process | None:
-    """Which process has this id now; None when it has ended (a child of ours is then reaped)."""
-    with contextlib.suppress(ChildProcessError):
-        if os.waitpid(pid, os.WNOHANG)[0]:
-            return None
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except (FileNotFoundError, ProcessLookupError):
-        return None
-    fields = stat.rpartition(")")[2].split()  # from the third of proc(5) on: state first, start time the twentieth
-    return None if fields[0] in "ZX" else _Process(pid, int(fields[19]), boot)
 
 
 def _bind_address(host: str) -> str:

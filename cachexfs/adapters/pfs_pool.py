@@ -35,6 +35,7 @@ META_WORKERS_MIN = 2
 PROBE_S = 30.0
 WATCH_EVERY_S = 10.0
 WATCH_DEADLINE_S_MIN = 0.5
+LOOK_AGAIN_S = 0.5  # somebody waits for it
 NOTES_MAX = 1000
 UNKNOWN_INO = -1
 
@@ -82,6 +83,7 @@ class PfsPool:
         self._watch_every_s = watch_every_s
         self._identifying = trio.Lock()
         self._confirmed = False
+        self._is_looking = False
         self._parts: dict[str, list[str]] = {}  # by hidden name
         self._prepared: dict[str, tuple[int, int]] = {}  # hidden name -> inode, size
         self._preparing: dict[str, trio.Lock] = {}
@@ -102,6 +104,18 @@ class PfsPool:
             if self._confirmed and not any(call.operation == "probe" for call in self.abandoned):
                 with contextlib.suppress(OSError, trio.TooSlowError):
                     await self.probe(max(self._watch_every_s, WATCH_DEADLINE_S_MIN))
+
+    async def look_again(self) -> None:
+        """See ``Pfs``. One stuck probe is enough, here too."""
+        if self.state == "ok" or self._is_looking or any(call.operation == "probe" for call in self.abandoned):
+            return
+        self._is_looking = True
+        try:
+            await self.probe(LOOK_AGAIN_S)
+        except (OSError, trio.TooSlowError) as error:
+            log.debug("the PFS is away still: %s", error)
+        finally:
+            self._is_looking = False
 
     @property
     def state(self) -> str:

@@ -204,6 +204,7 @@ class Unmounted(msgspec.Struct, frozen=True):
     """``umount``."""
 
     left: tuple[Left, ...] = ()
+    notes: tuple[str, ...] = ()
 
 
 class Vouched(msgspec.Struct, frozen=True):

@@ -278,6 +278,8 @@ def _left_lines(left: waiting.Left) -> list[str]:
     if left.is_data:
         waits = f"staged data waits for the PFS directory {owner.pfs}, and nothing copies it now"
         lines.append(_red("error: " + shown(waits)))
+    elif left.has_landed:
+        lines.append("  another node of the job has brought all of it to the PFS since; a mount begins anew")
     else:
         lines.append("  the memory is given back by a mount that goes on, and its umount")
     return lines + [f"  {shown(when)}:  {shown(command)}" for when, command in left.ways_on]

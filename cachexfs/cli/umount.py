@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 import click
 
-from cachexfs.cli import client, mounts
+from cachexfs.cli import client, mounts, waiting
 from cachexfs.cli.mount_checks import detach
 from cachexfs.cli.output import shown, write_error, write_json, write_warning
 from cachexfs.cli.progress import bar, lines, pace
-from cachexfs.cli.protocol import Progress, Unmounted
+from cachexfs.cli.protocol import Left, Progress, Unmounted
 from cachexfs.cli.seconds import Seconds
 from cachexfs.config import mount_id
 from cachexfs.core.sizes import format_size
@@ -30,7 +30,7 @@ DETACH_S = 0.5  # before the limit, a mount that is busy is detached
 #: The daemon reports progress while it drains; this much silence means that it hangs.
 SILENCE_S = 60.0
 SILENCE_S_MIN = 5.0  # with whatever limit: a busy machine's daemon takes its time to answer
-LIST_MAX = 20
+REASONS_MAX, NAMES_MAX = 3, 5
 
 
 @click.command("umount")
@@ -51,6 +51,8 @@ def command(mountpoint: str, timeout_s: float | None, abandon: bool, as_json: bo
     'cachexfs recover'.
     """
     found = mounts.find(mountpoint)
+    if found is None and _give_back(mountpoint, as_json):
+        return EXIT_DONE
     if found is None:
         raise UsageError(f"'{mountpoint}' is not a CacheX FS mount on this node: see 'cachexfs status'")
     if found.relative:
@@ -72,7 +74,9 @@ def command(mountpoint: str, timeout_s: float | None, abandon: bool, as_json: bo
     unprotect(found.mount.mountpoint)
     left = [{"path": item.path, "reason": item.reason} for item in answer.left]
     if as_json:
-        write_json({"mountpoint": found.mount.mountpoint, "left": left})
+        write_json({"mountpoint": found.mount.mountpoint, "left": left, "notes": list(answer.notes)})
+    for note in answer.notes:
+        write_warning(note)
     if not left:
         said = f"everything is on the PFS, and {still}"
         if still and timeout_s is None:
@@ -82,14 +86,37 @@ def command(mountpoint: str, timeout_s: float | None, abandon: bool, as_json: bo
         if still:  # what a next mount of this place waits for
             write_warning(said)
         return EXIT_DONE
-    names = [f"{shown(item.path)} ({shown(item.reason)})" for item in answer.left]
-    more = f", and {len(names) - LIST_MAX} more" if len(names) > LIST_MAX else ""
+    changes = f"{len(left)} {'change is' if len(left) == 1 else 'changes are'} not on the PFS"
     write_error(
-        f"unmounted, and {len(left)} {'change is' if len(left) == 1 else 'changes are'} not on the PFS; what is left "
-        f"stays recoverable (mount again with the same options; 'cachexfs status' says with which): "
-        f"{', '.join(names[:LIST_MAX])}{more}{f'; {still}' if still else ''}"
+        f"unmounted, and {changes}: {what_is_left(answer.left)}{f'; {still}' if still else ''}. What is left stays "
+        f"recoverable: mount again with the same options ('cachexfs status' says with which)"
     )
     return EXIT_NOT_DURABLE
+
+
+def what_is_left(left: Sequence[Left]) -> str:
+    """``put: the PFS is full: a, b and 7 more; rename: ...``: each reason once, the most frequent first."""
+    groups: dict[str, list[str]] = {}
+    for item in left:
+        groups.setdefault(item.reason, []).append(shown(item.path))
+    said = []
+    for reason, paths in sorted(groups.items(), key=lambda group: -len(group[1]))[:REASONS_MAX]:
+        names = ", ".join(path for path in paths[:NAMES_MAX] if path)
+        more = f" and {len(paths) - NAMES_MAX} more" if len(paths) > NAMES_MAX else ""
+        said.append(shown(reason) + (f": {names}{more}" if names else ""))
+    others = len(groups) - len(said)
+    return "; ".join(said) + (f"; and {others} other reasons (--json lists all)" if others else "")
+
+
+def _give_back(mountpoint: str, as_json: bool) -> bool:
+    """Where nothing is mounted, and what the last mount has left is on the PFS by now: remove that. Else False."""
+    waits = waiting.find_at(mountpoint)
+    if waits is None or waits.owner.mountpoint != mounts.resolve(mountpoint, []) or not waiting.has_landed(waits):
+        return False
+    waiting.give_back(waits)
+    if as_json:
+        write_json({"mountpoint": waits.owner.mountpoint, "left": [], "notes": []})
+    return True
 
 
 class Limit:

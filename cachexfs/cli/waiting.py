@@ -10,19 +10,23 @@ from __future__ import annotations
 import glob
 import os
 import shlex
+import subprocess
 from contextlib import suppress
 from dataclasses import dataclass
 
-from cachexfs import staged
+from cachexfs import ended, mountinfo, staged, tmpfs
 from cachexfs.cli import client, mounts, recovery_child
+from cachexfs.cli.child import run_in_child
+from cachexfs.cli.identity import acting_as
 from cachexfs.config import mount_id
 from cachexfs.core.sizes import format_size
-from cachexfs.errors import CacheXError
+from cachexfs.errors import CacheXError, CannotTellError
 from cachexfs.recovery.report import Pending, Request
 from cachexfs.registration import Entry
 
 LOCK = "lock"  # of the daemon that uses the directory
 LOCKS = "/proc/locks"
+PFS_TIMEOUT_S = 3.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,20 +39,24 @@ class Waiting:
 
 @dataclass(frozen=True, slots=True)
 class Left:
-    """How much waits in one: ``pending`` is None when only other nodes, or its user, could tell."""
+    """How much waits in one: ``pending`` is None when only other nodes, or its user, could tell. ``has_landed``: they
+    have told that all of it is on the PFS."""
 
     waits: Waiting
     staged_bytes: int
     pending: Pending | None
+    has_landed: bool = False
 
     @property
     def is_data(self) -> bool:
         """Whether something of it may not be on the PFS."""
-        return self.pending is None or self.pending.changes > 0
+        return not self.has_landed and (self.pending is None or self.pending.changes > 0)
 
     @property
     def amount(self) -> str:
         """``3.0 MiB in 2 changes``, or how much there may be at most."""
+        if self.has_landed:
+            return "nothing"
         if self.pending is None:
             return f"up to {format_size(self.staged_bytes)}" if self.staged_bytes else "at most changes of names"
         count = self.pending.changes
@@ -58,6 +66,8 @@ class Left:
     def ways_on(self) -> list[tuple[str, str]]:
         """(when, command) of each command that brings it to the PFS."""
         owner = self.waits.owner
+        if self.has_landed:
+            return [("give it back", shlex.join(["cachexfs", "umount", owner.mountpoint]))]
         of_root = any(word.startswith("user=") for word in owner.words) and os.geteuid() != 0
         ways = [("go on, as root" if of_root else "go on", staged.mount_command(owner))]
         if owner.nvme_directory is not None:
@@ -78,8 +88,9 @@ class Left:
         return {
             "mountpoint": owner.mountpoint, "pfs": owner.pfs, "node": owner.node, "job": owner.job, "mounted": False,
             "staging": self.waits.directory, "staging_used": self.staged_bytes,
-            "pending_bytes": self.pending.size if self.pending else None,
-            "pending_ops": self.pending.changes if self.pending else None, "command": staged.mount_command(owner),
+            "pending_bytes": 0 if self.has_landed else self.pending.size if self.pending else None,
+            "pending_ops": 0 if self.has_landed else self.pending.changes if self.pending else None,
+            "command": self.ways_on[0][1],
         }  # fmt: skip
 
 
@@ -90,7 +101,61 @@ def look(waits: Waiting) -> Left:
     with suppress(CacheXError, OSError):
         if os.stat(waits.directory).st_uid == os.geteuid():
             pending = recovery_child.ask(Request(None, None, pending=waits.directory)).pending
-    return Left(waits, sum(_bytes_below(place) for place in places if place is not None), pending)
+    return Left(waits, sum(_bytes_below(place) for place in places if place is not None), pending, has_landed(waits))
+
+
+def has_landed(waits: Waiting) -> bool:
+    """Whether other nodes have brought to the PFS what this one had left. One that cannot be asked does not say so."""
+    return is_marked(waits.directory, waits.owner.pfs)
+
+
+def is_marked(directory: str, pfs: str) -> bool:
+    """The same of any directory that a mount has left, staging or on NVMe."""
+
+    def look() -> bool:
+        with acting_as(user):
+            return ended.has_landed(directory, pfs)
+
+    try:
+        user = _user_of(directory)
+        return bool(ended.token_in(directory)) and run_in_child(look, PFS_TIMEOUT_S)
+    except (OSError, TimeoutError):
+        return False
+
+
+def give_back_nvme(directory: str) -> None:
+    """Remove what ``is_marked`` of a node's NVMe, the etcd member with it. Raises ``CannotTellError``."""
+    try:
+        with acting_as(_user_of(directory)):
+            ended.clear_nvme(directory)
+    except OSError as error:
+        raise CannotTellError(f"{directory} cannot be given back: {error.strerror}") from None
+
+
+def _user_of(directory: str) -> tuple[int, int] | None:
+    """As whom to touch what a staging directory names: its user, who could have written anybody's paths there."""
+    status = os.stat(directory)
+    return None if status.st_uid == os.geteuid() else (status.st_uid, status.st_gid)
+
+
+def give_back(waits: Waiting) -> None:
+    """Remove what ``has_landed``: memory, NVMe, the etcd member. Raises ``UsageError``, ``CannotTellError``."""
+    owner = waits.owner
+    try:
+        with acting_as(_user_of(waits.directory)):
+            ended.clear(waits.directory, owner.nvme_directory, owner.spill_directory)
+    except OSError as error:
+        raise CannotTellError(f"{waits.directory} cannot be given back: {error.strerror}") from None
+    if os.geteuid() == 0 and _is_our_tmpfs(waits.directory):
+        subprocess.run(["umount", "-l", waits.directory], capture_output=True, check=False)
+    with suppress(OSError):
+        os.rmdir(waits.directory)
+
+
+def _is_our_tmpfs(directory: str) -> bool:
+    """Whether root has mounted it for staging: a user's registry entry could name any other mount."""
+    on_top = next((mount for mount in reversed(mountinfo.read()) if mount.mountpoint == directory), None)
+    return on_top is not None and (on_top.kind, on_top.source) == ("tmpfs", tmpfs.SOURCE)
 
 
 def _bytes_below(directory: str) -> int:

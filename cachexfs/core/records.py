@@ -201,6 +201,7 @@ class Node(Record, frozen=True, tag="n"):
     nvme_store: str
     domain: str = ""
     leaving: bool = False  # its user has asked for the unmount, and all its own data are on the PFS
+    ended: str = ""  # or it has ended without: the token that it has left in its staging (``cachexfs.ended``)
 
 
 class Life(Record, frozen=True, tag="l"):
@@ -211,12 +212,15 @@ class Life(Record, frozen=True, tag="l"):
 
 
 class Job(Record, frozen=True, tag="j"):
-    """What all nodes of a job agree on."""
+    """What all nodes of a job agree on. ``pfs_id``: the identity of the PFS directory, as the first node that could
+    ask it had it mounted from ``pfs``; empty until then."""
 
     version: int
     root: int
     clock_node: str
     replicas: int
+    pfs_id: str = ""
+    pfs: str = ""
 
 
 class Applied(Record, frozen=True, tag="a"):

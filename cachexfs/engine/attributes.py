@@ -9,7 +9,7 @@ from collections.abc import Callable
 from datetime import UTC, datetime
 
 from cachexfs.core.boundary import Boundary
-from cachexfs.core.records import ROOT_FID, Inode
+from cachexfs.core.records import ROOT_FID, Copy, Inode
 from cachexfs.core.routes import DIRECT, PARTNER
 from cachexfs.engine.completeness import Checkpoint, Completeness, Piece
 from cachexfs.engine.files import Files
@@ -90,7 +90,8 @@ class Attributes:
         for name, time_s, holds in times:
             if time_s and holds and stage != Boundary.WRITING:
                 found[f"t.{name}"] = rfc3339(time_s)
-        holders = [f"{copy.node}:{copy.tier}" for copy in node.live_copies(inode)]
+        held = generation.stage if generation is not None else ""
+        holders = [f"{copy.node}:{self._tier(copy, held)}" for copy in node.live_copies(inode)]
         found["holders"] = ",".join(holders + ([self._pfs()] if on_pfs else []))
         found["origin"] = inode.origin or "pfs"
         found["route"] = route
@@ -106,6 +107,11 @@ class Attributes:
         if error:
             found["error"] = error
         return found
+
+    def _tier(self, copy: Copy, stage: str) -> str:
+        """Where a copy lies. What this node has spilled is on its NVMe; of others' it does not know."""
+        is_here = copy.node == self.node.name and copy.store == self.node.staging.store
+        return "nvme" if is_here and self.node.staging.is_spilled(stage) else copy.tier
 
     def _pfs(self) -> str:
         """The PFS as a holder: a copy there counts, but nobody can read it while it does not answer."""

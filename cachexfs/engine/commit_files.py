@@ -55,7 +55,7 @@ class CommitFiles:
         self._nursery: trio.Nursery | None = None
         self._parsed: OrderedDict[_Key, Members | str] = OrderedDict()
         self._names = 0  # in ``_parsed``, all together
-        self._reading: dict[_Key, _Reading] = {}
+        self._reading: dict[_Key, Reading] = {}
         self._members: dict[tuple[int, int], Collection[bytes]] = {}
 
     async def run(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
@@ -83,10 +83,10 @@ class CommitFiles:
             self._parsed.move_to_end(key)
             return self._parsed[key]
         reading = self._reading.get(key)
-        if reading is not None and reading.done.is_set() and self.node.clock.now_s() > reading.ended_s + LATER_S:
+        if reading is not None and reading.is_over(self.node):
             reading = None
         if reading is None:
-            self._reading[key] = reading = _Reading(self.node.clock.now_s())
+            self._reading[key] = reading = Reading(self.node.clock.now_s())
             if self._nursery is None:
                 await self._read(key, reading, tree)
             else:
@@ -98,7 +98,7 @@ class CommitFiles:
         waited_s = self.node.clock.now_s() - reading.began_s
         return f"{UNREADABLE_NOW}: it is large and being read (for {waited_s:.0f} s)"
 
-    async def _read(self, key: _Key, reading: _Reading, tree: dict[bytes, tuple[int, Inode]]) -> None:
+    async def _read(self, key: _Key, reading: Reading, tree: dict[bytes, tuple[int, Inode]]) -> None:
         """Parse the commit files of a directory; what is found is kept, what may go better later is not."""
         try:
             members = await self._parse(tree)
@@ -107,8 +107,7 @@ class CommitFiles:
             reading.result = f"{UNREADABLE}: {error}"
             await self._note_each(tree)
         except (CacheXError, OSError) as error:
-            reading.result = f"{UNREADABLE_NOW}: {error}"
-            reading.ended_s = self.node.clock.now_s()
+            reading.failed(self.node, str(error))
             return
         finally:
             reading.done.set()
@@ -172,13 +171,25 @@ class CommitFiles:
 
 
 @dataclass(slots=True)
-class _Reading:
-    """A commit file that is being read, or could not be."""
+class Reading:
+    """A commit file that is being read, or could not be. ``was_away``: the PFS, when it ended without a result."""
 
     began_s: float
     done: trio.Event = field(default_factory=trio.Event)
     result: Members | str = UNREADABLE_NOW
     ended_s: float = 0.0
+    was_away: bool = False
+
+    def failed(self, node: Node, why: str) -> None:
+        """It may go better later."""
+        self.result = f"{UNREADABLE_NOW}: {why}"
+        self.ended_s = node.clock.now_s()
+        self.was_away = node.pfs is not None and node.pfs.state != "ok"
+
+    def is_over(self, node: Node) -> bool:
+        """Whether it has failed and is to be tried again: the PFS answers again, or some time has passed."""
+        is_back = self.was_away and node.pfs is not None and node.pfs.state == "ok"
+        return self.done.is_set() and (is_back or node.clock.now_s() > self.ended_s + LATER_S)
 
 
 class _TooMuchError(CacheXError):

@@ -337,6 +337,8 @@ class Filesystem(Names):
     async def xattrs(self, ino: int) -> dict[bytes, bytes]:
         """All ``user.cachex.*`` attributes of a file or directory."""
         await self._current(ino)
+        if self.node.pfs is not None:
+            await self.node.pfs.look_again()
         found = await self.parts.attributes.of(self._fid(ino))
         return {PREFIX + name.encode(): value.encode(errors="surrogateescape") for name, value in found.items()}
 

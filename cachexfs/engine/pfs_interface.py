@@ -88,6 +88,10 @@ class Pfs(Protocol):
         """The call that has gone longest without a sign of progress, in words, and for how many seconds; "", 0."""
         ...
 
+    async def look_again(self) -> None:
+        """Make sure of ``state`` where it is not "ok", for somebody who asks now: soon given up, never raises."""
+        ...
+
     async def prepare(
         self, source: str, size: int, hidden: str, attrs: PfsAttrs, record: bytes, deadline_s: float,
         *, digest: bytes = b"", on_progress: Callable[[int], None] | None = None,

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 from cli_support import Run, list_mount
 
-from cachexfs import staged
+from cachexfs import ended, staged, tmpfs
 from cachexfs.adapters import journal_file
 from cachexfs.cli import mounts
 from cachexfs.cli.options import load_options
@@ -17,6 +17,7 @@ from cachexfs.config import mount_id
 from cachexfs.core import journal
 from cachexfs.core.journal import Mutation
 from cachexfs.core.records import Op, OpKind, encode, op_key
+from cachexfs.errors import UsageError
 
 
 @pytest.fixture
@@ -115,3 +116,62 @@ def test_staging_that_is_gone_is_forgotten(staging: Path, tmp_path: Path, run: R
     (staging / staged.NAME).unlink()
     assert run("status").code == 4
     assert "was a mount" not in run("latest", tmp_path / "m").err
+
+
+TOKEN, IDENTITY = "7" * 32, "a" * 32
+
+
+@pytest.fixture
+def landed(staging: Path, tmp_path: Path) -> Path:
+    """The mark on the PFS that tells the staging directory that all of it is there."""
+    pfs = tmp_path / "pfs"
+    (pfs / ".cachexfs" / "held").mkdir(parents=True)
+    (pfs / ".cachexfs" / "id").write_text(IDENTITY)
+    (staging / tmpfs.PFS_TOKEN).write_text(IDENTITY)
+    owner = json.loads((staging / staged.NAME).read_text())
+    (staging / staged.NAME).write_text(json.dumps(owner | {"pfs": str(pfs)}))
+    ended.leave(staging, TOKEN)
+    mark = pfs / os.fsdecode(ended.mark_of(TOKEN))
+    mark.touch()
+    return mark
+
+
+def test_what_another_node_has_landed_waits_no_more_and_umount_gives_it_back(
+    landed: Path, staging: Path, tmp_path: Path, run: Run
+) -> None:
+    ran = run("status")
+    assert (ran.code, "another node of the job has brought all of it to the PFS" in ran.out) == (0, True)
+    assert f"cachexfs umount {tmp_path}/m" in ran.out
+    assert json.loads(run("status", tmp_path / "m", "--json").out)["pending_ops"] == 0
+    assert run("umount", tmp_path / "m").code == 0
+    assert not staging.exists()
+    assert landed.exists()
+
+
+@pytest.mark.parametrize("spoil", ["mark", "id", "token", "forged", "symlink"])
+def test_nothing_less_than_the_mark_of_this_very_end_says_so(
+    landed: Path, staging: Path, tmp_path: Path, run: Run, spoil: str
+) -> None:
+    note = staging / ended.NAME
+    if spoil == "mark":
+        landed.unlink()
+    elif spoil == "id":
+        (landed.parents[1] / "id").write_text("b" * 32)
+    elif spoil == "token":
+        ended.forget(staging)
+    elif spoil == "forged":
+        note.write_text("/../id")
+    else:
+        note.rename(tmp_path / "token")
+        note.symlink_to(tmp_path / "token")
+    assert run("status").code == 3
+    assert run("umount", tmp_path / "m").code == 2
+    assert (staging / "files" / "1").exists()
+
+
+def test_what_a_daemon_uses_is_not_given_back(landed: Path, staging: Path) -> None:
+    with (staging / "lock").open() as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(UsageError, match="another daemon"):
+            ended.clear(str(staging), None, None)
+    assert (staging / "files" / "1").exists()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import cast
 
 from cachexfs.core.formats import Members
@@ -31,3 +32,19 @@ def test_a_thousand_checkpoints_are_known_at_a_time() -> None:
 def test_large_ones_take_the_place_of_others() -> None:
     assert kept(20, commit_files.CACHE_NAMES_MAX // 4) == 3
     assert kept(3, 2 * commit_files.CACHE_NAMES_MAX) == 1
+
+
+def test_what_could_not_be_read_is_tried_again_at_once_when_the_pfs_is_back() -> None:
+    """`cannot be read now` stood for half a minute, however soon it could."""
+    pfs, clock = SimpleNamespace(state="hung"), SimpleNamespace(now_s=lambda: 100.0)
+    node = cast(Node, SimpleNamespace(pfs=pfs, clock=clock))
+    reading = commit_files.Reading(90.0)
+    reading.failed(node, "no answer")
+    reading.done.set()
+    assert not reading.is_over(node)
+    pfs.state = "ok"
+    assert reading.is_over(node)
+    reading.failed(node, "a node does not answer")  # while the PFS does
+    assert not reading.is_over(node)
+    clock.now_s = lambda: 100.0 + commit_files.LATER_S + 1
+    assert reading.is_over(node)

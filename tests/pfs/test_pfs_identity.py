@@ -97,6 +97,20 @@ async def test_another_mounts_directory_is_refused(pfs_dir: Path, tmp_path: Path
         assert pool.state == "ok"
 
 
+async def test_who_asks_hears_at_once_that_the_pfs_is_back(pfs_dir: Path, tmp_path: Path) -> None:
+    """It was `unreachable` until the next look, ten seconds later, though a reader had come."""
+    async with running(PfsPool(str(pfs_dir), watch_every_s=0)) as pool:
+        await pool.probe()
+        pfs_dir.rename(tmp_path / "moved")
+        with pytest.raises(OSError, match="No such file"):
+            await pool.stat(b"", LONG_S)
+        await pool.look_again()
+        assert pool.state == "unreachable"
+        (tmp_path / "moved").rename(pfs_dir)
+        await pool.look_again()
+        assert (pool.state, pool.error) == ("ok", "")
+
+
 async def test_a_remount_of_the_same_filesystem_is_accepted(fault_mount: Callable[..., FaultMount]) -> None:
     one = fault_mount("one")
     two = fault_mount("two", one.backing)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable
 
 import pytest
-from real_support import WAIT_TIMEOUT_S, until_stage, write_file
+from real_support import WAIT_TIMEOUT_S, until, until_stage, write_file
 from recover_support import recover
 
 from cachexfs.demo.cluster import LocalCluster
@@ -76,3 +77,66 @@ def test_a_node_that_goes_before_the_others_keeps_what_they_have_only_there(make
     cluster.mount([1])
     until_stage(cluster.nodes[0].mountpoint / "f", "pfs")
     assert (cluster.pfs / "f").read_bytes() == data
+
+
+def until_ended(cluster: LocalCluster, index: int) -> None:
+    until(f"no process of n{index}", lambda: not cluster.processes(index))
+
+
+def test_what_others_have_landed_does_not_wait_and_is_given_back(make_cluster: MakeCluster) -> None:
+    """Its staging said for ever that data waited; its mount asked for the partner, which had no catalogue any more."""
+    cluster = make_cluster(2, SLOW)
+    data = saved(cluster)
+    assert umount(cluster, IN_TIME, None) == [3, 0]
+    said = cluster.run(0, "status")
+    assert (said.code, "nothing not on the PFS" in said.out) == (0, True), said
+    assert "another node of the job has brought all of it to the PFS" in said.out
+    until_ended(cluster, 0)  # its etcd member
+    cluster.mount()
+    assert (cluster.nodes[0].mountpoint / "f").read_bytes() == data
+    saved(cluster)
+    assert umount(cluster, IN_TIME, None) == [3, 0]
+    ended = cluster.run(0, "umount", str(cluster.nodes[0].mountpoint))
+    assert (ended.code, ended.err) == (0, "")
+    assert list(cluster.nodes[0].staging.glob("*")) == []
+    assert cluster.run(0, "status").code == 4  # nothing is there
+
+
+def test_what_was_staged_after_a_return_is_not_taken_for_what_others_have_landed(make_cluster: MakeCluster) -> None:
+    cluster = make_cluster(2, SLOW)
+    saved(cluster)
+    ended = cluster.run(0, "umount", str(cluster.nodes[0].mountpoint), "--timeout", IN_TIME)
+    assert ended.code == 3
+    cluster.mount([0])
+    (cluster.nodes[0].mountpoint / "g").write_bytes(b"later" * MIB)
+    cluster.kill(0)
+    umount_one(cluster, 1)
+    said = cluster.run(0, "status").err
+    assert "is dead; up to" in said
+    assert f"is not on {cluster.pfs}" in said
+
+
+def umount_one(cluster: LocalCluster, index: int) -> int:
+    return cluster.run(index, "umount", str(cluster.nodes[index].mountpoint), "--timeout", IN_TIME).code
+
+
+def test_the_etcd_member_of_who_left_first_ends_with_the_last(make_cluster: MakeCluster) -> None:
+    """It had to be ended by hand, and only a log said so; its data was removed at once, below the running process."""
+    cluster = make_cluster(2, {"node_timeout": "2", "fsync": "pfs"})
+    write_file(cluster.nodes[0].mountpoint / "f", b"f")
+    until_stage(cluster.nodes[0].mountpoint / "f", "pfs")
+    ended = cluster.run(1, "umount", str(cluster.nodes[1].mountpoint), "--timeout", IN_TIME)
+    assert ended.code == 0
+    assert "left before n0" in ended.err
+    assert "ends by itself when the last of them is unmounted" in ended.err
+    found = re.search(r"kill (\d+)", ended.err)
+    assert found is not None
+    member = int(found.group(1))
+    until("the daemon has ended", lambda: cluster.processes(1) == [member])
+    write_file(cluster.nodes[0].mountpoint / "g", b"g")
+    until_stage(cluster.nodes[0].mountpoint / "g", "pfs")
+    assert cluster.processes(1) == [member]
+    assert umount_one(cluster, 0) == 0
+    until_ended(cluster, 1)
+    cluster.mount()
+    assert (cluster.nodes[1].mountpoint / "g").read_bytes() == b"g"

@@ -109,6 +109,9 @@ class SimPfs:
         """See ``Pfs``: here nobody looks while a call runs."""
         return "", 0.0
 
+    async def look_again(self) -> None:
+        """See ``Pfs``: here the next call finds out."""
+
     async def _hang(self, what: str, action: Callable[[], object], deadline_s: float, paths: tuple[bytes, ...]) -> None:
         if self.state == "ok":
             self.state, self._away_s = "hung", trio.current_time()

@@ -77,6 +77,8 @@ async def test_memory_is_given_up_only_for_what_nvme_has_synced(scene: Scene, di
     await trio.sleep(60)
     await scene.write(b"b", b"b" * 60 * KIB)
     assert spilled(scene)
+    holders = [(await scene.life.parts.attributes.of(await scene.ino(name)))["holders"] for name in (b"a", b"b")]
+    assert sorted(holders) == ["n0:memory", "n0:nvme"]  # the first said memory, too
     assert await scene.read(b"a") == b"a" * 60 * KIB
 
 
