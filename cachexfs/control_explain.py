@@ -21,6 +21,7 @@ from cachexfs.engine.completeness import Checkpoint, Completeness, Piece
 from cachexfs.engine.drain import LANDS_BY_ITSELF
 from cachexfs.engine.health import pfs_health
 from cachexfs.engine.parts import Parts
+from cachexfs.engine.reading import UNREADABLE_NOW
 
 PIECES_MAX = 1000
 GOES_ON = "nothing: it goes on by itself"
@@ -150,7 +151,7 @@ async def latest(
 
     None but those that are newer than it is read.
     """
-    unreadable, found = "", []
+    unreadable, empty, found = "", "", []
     for candidate in candidates:
         await trio.lowlevel.checkpoint()  # a hundred checkpoints of a thousand files take a second
         if below is not None and not 0 <= candidate.step < below:
@@ -165,17 +166,23 @@ async def latest(
         if cannot:
             unreadable = f"{os.fsdecode(checkpoint.path)}: {cannot[0].reason}"
     if not candidates:
-        strange = [path for path, _, inode in completeness.walk(fid) if inode.size and may_be_checkpoint(path)]
-        unreadable = formats.unknown_files(strange)
+        files = [(path, i) for path, _, i in completeness.walk(fid) if i.kind == "f" and may_be_checkpoint(path)]
+        unreadable = formats.unknown_files([path for path, inode in files if inode.size])
+        empty = formats.empty_files([path for path, inode in files if not inode.size])
     pfs = completeness.node.pfs
     if at == Boundary.PFS and candidates and not unreadable and pfs is not None and pfs.state != "ok":
         unreadable = f"the PFS cannot be read now ({pfs.state}): what lies only there is not counted"
-    return {"done": True, "path": None, "certain": not unreadable, "reason": unreadable or _why(found, at, below)}
+    return {
+        "done": True,
+        "path": None,
+        "certain": not unreadable,
+        "reason": unreadable or _why(found, at, below, empty),
+    }
 
 
-def _why(counted: list[Checkpoint], at: Boundary, below: int | None) -> str:
+def _why(counted: list[Checkpoint], at: Boundary, below: int | None, empty: str) -> str:
     what = "no checkpoint there can be restarted from" + (f" below step {below}" if below is not None else "")
     lacking = [f"{os.fsdecode(c.path)}: {words_of(c.missing[0])}" for c in counted if c.missing]
-    if lacking:
-        return f"{what} ({lacking[0]})"
+    if lacking or empty:
+        return f"{what} ({lacking[0] if lacking else empty})"
     return f"{what} at '{at.label}' or better: see 'cachexfs status'" if counted and at > Boundary.RETURNED else what

@@ -19,6 +19,7 @@ from cachexfs.core.formats import (
     Members,
     commit_names,
     describe,
+    empty_files,
     evaluate,
     may_be_checkpoint,
     outline,
@@ -153,6 +154,8 @@ def _newest(directory: str, base: bytes, below: int | None) -> Latest:
             return Latest(found, True, "; ".join(verdicts.unknown))
     if not tree.found and (unknown := unknown_files(tree.strange())):
         verdicts.unknown.append(unknown)
+    elif not tree.found and (empty := empty_files(tree.strange(empty=True))):
+        verdicts.not_whole.append(empty)
     reasons = verdicts.unknown or verdicts.not_whole[:3]
     what = f"no whole checkpoint in '{directory}'" + (f" below step {below}" if below is not None else "")
     return Latest(None, not verdicts.unknown, f"{what}: {'; '.join(reasons)}" if reasons else what)
@@ -208,10 +211,10 @@ class _Tree:
                 found = max(found, os.stat(os.path.join(self._base, path, name)).st_mtime_ns)
         return found
 
-    def strange(self) -> list[bytes]:
-        """Files with content in what was listed that may be checkpoints of a kind that is not known."""
+    def strange(self, *, empty: bool = False) -> list[bytes]:
+        """Files with content (or without) in what was listed that may be checkpoints of a kind that is not known."""
         paths = [os.path.join(path, name) for path, (files, _) in self._known.items() for name in files]
-        return [path for path in paths if may_be_checkpoint(path) and self._has_bytes(path)]
+        return [path for path in paths if may_be_checkpoint(path) and self._has_bytes(path) != empty]
 
     def _has_bytes(self, path: bytes) -> bool:
         try:

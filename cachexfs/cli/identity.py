@@ -73,8 +73,9 @@ def _groups(uid: int, gid: int) -> list[int]:
         return [gid]
 
 
-def give_directory(path: str, user: tuple[int, int], what: str) -> None:
-    """Make ``path`` a directory of that user's alone, or check that it is. Raises ``UsageError``.
+def give_directory(path: str, user: tuple[int, int], what: str, instead: str) -> None:
+    """Make ``path`` a directory of that user's alone, or check that it is. Raises ``UsageError``; ``instead``: what to
+    do when it is not. Never to remove it: other mounts may be registered there, or have their replicas in it.
 
     Its parent is made for everybody to pass through when it is missing.
     """
@@ -90,7 +91,7 @@ def give_directory(path: str, user: tuple[int, int], what: str) -> None:
     except OSError as error:
         raise UsageError(f"cannot make the {what} '{path}': {error.strerror}") from None
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != uid or status.st_mode & 0o022:
-        raise UsageError(f"the {what} '{path}' is no directory of user {uid} alone: remove it, or give another")
+        raise UsageError(f"the {what} '{path}' is no directory of user {uid} alone: {instead}")
 
 
 def default_runtime_dir_for(user: tuple[int, int]) -> str:

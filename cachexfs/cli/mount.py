@@ -19,10 +19,11 @@ from functools import partial
 import click
 import msgspec
 
-from cachexfs import tmpfs
-from cachexfs.cli import mounts
+from cachexfs import staged, tmpfs
+from cachexfs.cli import mounts, waiting
+from cachexfs.cli.catalogue_check import without_majority
 from cachexfs.cli.earlier import end_earlier
-from cachexfs.cli.identity import acting_as, environment_for, give_directory, user_of
+from cachexfs.cli.identity import acting_as, default_runtime_dir_for, environment_for, give_directory, user_of
 from cachexfs.cli.mount_checks import (
     check_address,
     check_directories,
@@ -38,13 +39,15 @@ from cachexfs.cli.output import write_json, write_warning
 from cachexfs.cli.pfs_check import Adoption
 from cachexfs.cli.seconds import Seconds
 from cachexfs.config import MountOptions, mount_id
-from cachexfs.errors import EXIT_DONE, CacheXError, CannotTellError, UsageError
+from cachexfs.errors import EXIT_CANNOT_TELL, EXIT_DONE, CacheXError, CannotTellError, UsageError
 from cachexfs.machine import take_precedence
 from cachexfs.mountpoint import protect, unprotect
 from cachexfs.supervisor.mount import changeable_by_others
 
 READY_TIMEOUT_S = 60.0
-STOP_TIMEOUT_S = 5.0
+STOP_TIMEOUT_S, STOP_TIMEOUT_S_MIN = 5.0, 0.5
+#: Of the time limit, what is kept to find out why the mount does not answer, and to end it: a share, at most so much.
+END_S, END_SHARE = 4.0, 0.25
 REQUEST_TIMEOUT_S_MIN = 90.0  # a daemon that leaves a request unanswered for twice this long counts as hung
 
 
@@ -95,13 +98,15 @@ def command(
     user = user_of(options)
     if user is not None and not check:
         _give(options, user)
+    if not check:
+        _begin_anew(options)
     adoption = Adoption(options, change=not check)
     clear_mountpoint(options.mountpoint, options.runtime_dir, not check, user, adoption.check)
     if not check:
         with acting_as(user):
             end_earlier(options)
     with acting_as(user):
-        check_directories(options, adoption, change=not check)
+        warning = check_directories(options, adoption, change=not check)
         others = mounts.registry(options.runtime_dir)
     if not check:
         check_address(options)
@@ -111,9 +116,27 @@ def command(
                 f"{options.pfs} is mounted at {entry.mountpoint} too, by another job: the two mounts do not "
                 "see each other's changes"
             )
+    if check and warning:
+        write_warning(warning)
     if check:
         return EXIT_DONE
-    return _start(options, foreground, timeout_s, as_json)
+    return _start(options, foreground, timeout_s, as_json, warning)
+
+
+def _begin_anew(options: MountOptions) -> None:
+    """What the last mount of this place has left goes, if other nodes of its job have brought it to the PFS since.
+
+    The catalogue went with them: nobody could go on with it. Raises ``UsageError``, ``CannotTellError``.
+    """
+    directory = tmpfs.staging_directory(options)
+    owner = staged.read(directory)
+    if any(mount.mountpoint == options.mountpoint for mount in mounts.read_mountinfo()[0]):
+        return
+    if owner is not None and waiting.has_landed(waits := waiting.Waiting(directory, owner)):
+        waiting.give_back(waits)
+    nvme = options.nvme_directory
+    if nvme is not None and os.path.isdir(nvme) and waiting.is_marked(nvme, options.pfs):
+        waiting.give_back_nvme(nvme)
 
 
 def _give(options: MountOptions, user: tuple[int, int]) -> None:
@@ -123,17 +146,21 @@ def _give(options: MountOptions, user: tuple[int, int]) -> None:
             f"user=: others than root can change {where}, on the way to the mount point {options.mountpoint}, and "
             "could lead root's mount elsewhere: use a directory of root's, or mount as that user"
         )
-    give_directory(options.runtime_dir, user, "runtime directory")
+    default = default_runtime_dir_for(user)
+    instead = f"with user=, leave CACHEXFS_RUNTIME_DIR and runtime_dir= out (it is {default} then), or give another"
+    give_directory(options.runtime_dir, user, "runtime directory", instead)
     if options.nvme is not None and not os.path.isdir(options.nvme):
         raise UsageError(f"nvme={options.nvme} does not exist: mkdir -p {options.nvme}")
     if options.nvme_directory is not None and options.nvme is not None and os.stat(options.nvme).st_uid != user[0]:
-        give_directory(os.path.dirname(options.nvme_directory), user, "job's NVMe directory")
+        instead = "give another nvme=DIR or job=NAME; what is in it may be what another mount has left"
+        give_directory(os.path.dirname(options.nvme_directory), user, "job's NVMe directory", instead)
     with acting_as(user):
         if not os.access(sys.executable, os.X_OK, effective_ids=True):
             raise UsageError(f"user=: that user cannot run {sys.executable}: install CacheX FS where all can read it")
 
 
-def _start(options: MountOptions, foreground: bool, timeout_s: float, as_json: bool) -> int:
+def _start(options: MountOptions, foreground: bool, timeout_s: float, as_json: bool, warning: str) -> int:
+    """``warning``: for who has a mount now; an error needs no other line beside it."""
     try:
         text = msgspec.json.encode(options)
     except UnicodeEncodeError:
@@ -175,11 +202,14 @@ def _start(options: MountOptions, foreground: bool, timeout_s: float, as_json: b
     os.close(writer)
     if log_fd is not None:
         os.close(log_fd)
+    deadline_s = time.monotonic() + timeout_s
     try:
         _await_ready(daemon, text, reader, timeout_s, options, answer_path)
         with acting_as(user):
             known = mounts.registry(options.runtime_dir)
         entry = next((e for e in known if e.mountpoint == options.mountpoint), None)
+        if warning:
+            write_warning(warning)
         if as_json:
             write_json(
                 {
@@ -193,7 +223,7 @@ def _start(options: MountOptions, foreground: bool, timeout_s: float, as_json: b
                 }
             )
     except BaseException:
-        _stop(daemon, options.mountpoint)
+        _stop(daemon, options.mountpoint, deadline_s)
         unprotect(options.mountpoint)
         if fresh and not tmpfs.is_in_use(options):
             tmpfs.release(options)
@@ -260,13 +290,16 @@ def _await_ready(
         daemon.stdin.flush()
     with suppress(BrokenPipeError):
         daemon.stdin.close()
-    deadline_s = time.monotonic() + timeout_s
+    began_s = time.monotonic()
+    deadline_s = began_s + timeout_s - min(END_S, timeout_s * END_SHARE)
     data = b""
     log = f"; its log is {options.log_file}" if options.log_file else ""
     while not data.endswith(b"\n"):
         ready, _, _ = select.select([reader], [], [], max(deadline_s - time.monotonic(), 0))
         if not ready:
-            raise CannotTellError(f"the mount has not answered for {timeout_s:g} s{log}")
+            why = without_majority(options)
+            waits_s = time.monotonic() - began_s
+            raise CannotTellError(f"the mount has not answered for {waits_s:.0f} s{': ' + why if why else ''}{log}")
         part = os.read(reader, 1 << 16)
         if not part:
             break
@@ -284,7 +317,8 @@ def _await_ready(
             said = _last_line(options.log_file)
         raise CannotTellError(f"the daemon ended before it mounted{': ' + said if said else ''}{log}") from None
     if not answer.ok:
-        error = CacheXError(answer.error)
+        why = without_majority(options) if answer.exit == EXIT_CANNOT_TELL and deadline_s > time.monotonic() else ""
+        error = CacheXError(why or answer.error)
         error.exit_code = answer.exit
         raise error
 
@@ -301,13 +335,13 @@ def _last_line(path: str | None) -> str:
     return next((line for line in reversed(lines) if line), "")
 
 
-def _stop(daemon: subprocess.Popen[bytes], mountpoint: str) -> None:
+def _stop(daemon: subprocess.Popen[bytes], mountpoint: str, deadline_s: float) -> None:
     """End a daemon that did not become a mount, and what it may have mounted."""
-    for number in (signal.SIGTERM, signal.SIGKILL):
+    for number, wait_s in ((signal.SIGTERM, deadline_s - time.monotonic()), (signal.SIGKILL, STOP_TIMEOUT_S_MIN)):
         if daemon.poll() is None:
             daemon.send_signal(number)
             with suppress(subprocess.TimeoutExpired):
-                daemon.wait(STOP_TIMEOUT_S)
+                daemon.wait(min(max(wait_s, STOP_TIMEOUT_S_MIN), STOP_TIMEOUT_S))
     if any(mount.mountpoint == mountpoint for mount in mounts.read_mountinfo()[0]):
         with suppress(CannotTellError):
             detach(mountpoint)

@@ -203,10 +203,14 @@ def detach(mountpoint: str) -> None:
     raise CannotTellError(f"cannot take the dead mount {mountpoint} away: {said}")
 
 
-def check_directories(options: MountOptions, adoption: Adoption, change: bool) -> None:
-    """The PFS directory (in a child: it may hang), NVMe, staging and runtime directories. Raises ``UsageError``."""
+def check_directories(options: MountOptions, adoption: Adoption, change: bool) -> str:
+    """The PFS directory (in a child: it may hang), NVMe, staging and runtime directories. Raises ``UsageError``.
+
+    Returns a warning for who mounts, or "".
+    """
+    warning = ""
     if not options.offline and not is_in_use(options):
-        check_new(options.pfs)
+        warning = check_new(options.pfs, options.pfs_type)
         check_nvme(options)
     adoption.check()
     for key, path in (("nvme", options.nvme), ("staging", options.staging)):
@@ -221,6 +225,7 @@ def check_directories(options: MountOptions, adoption: Adoption, change: bool) -
         _check_local(key, path, missing_is_well=not change and os.path.isdir(os.path.dirname(path)))
     if change:
         make_runtime_dir(options.runtime_dir)
+    return warning
 
 
 def _is_given(options: MountOptions) -> bool:

@@ -29,6 +29,7 @@ MEANINGS = {
     "full_timeout": "how long a write waits for room before ENOSPC (45s)",
     "fsync_timeout": "how long fsync(2) waits for its boundary before EIO (45s)",
     "offline": "run without the PFS",
+    "pfs_type": "refuse a PFS_DIR that is on no such filesystem: lustre, nfs, ..., mount (any)",
     "verify": "read back what was copied to the PFS and compare",
     "hide_xattrs": "attributes can be read by name and are not listed",
     "passthrough": "auto, on, off: the kernel writes to staging itself",

@@ -141,6 +141,13 @@ def _domains(text: str) -> dict[str, str]:
     return domains
 
 
+def _filesystem_type(text: str) -> str:
+    """``any``, ``mount``, or a type as /proc/self/mountinfo has it (``fuse.glusterfs``), or its beginning (``nfs``)."""
+    if re.fullmatch(r"[A-Za-z0-9_.-]+", text):
+        return text
+    raise UsageError(f"'{text}' is no type of filesystem: write lustre, nfs, mount (whatever is mounted there) or any")
+
+
 def _prefault(text: str) -> int:
     """Bytes; -1 for ``auto``."""
     words = {"auto": -1, "off": 0}
@@ -183,6 +190,7 @@ OPTIONS: dict[str, Option] = {
     "full_timeout": Option("full_timeout_s", _seconds(0)),
     "fsync_timeout": Option("fsync_timeout_s", _seconds(0)),
     "offline": Option("offline", _flag, "on"),
+    "pfs_type": Option("pfs_type", _filesystem_type),
     "verify": Option("verify", _flag, "on"),
     "hide_xattrs": Option("hide_xattrs", _flag, "on"),
     "passthrough": Option("passthrough", _one_of("auto", "on", "off"), "on"),

@@ -15,7 +15,7 @@ import stat
 from dataclasses import dataclass
 from functools import partial
 
-from cachexfs import staged, tmpfs
+from cachexfs import mountinfo, staged, tmpfs
 from cachexfs.cli import waiting
 from cachexfs.cli.child import run_in_child
 from cachexfs.cli.output import write_warning
@@ -27,12 +27,14 @@ STATE_DIR = ".cachexfs"
 TOKEN_CHARS = 32
 TOKEN_BYTES_MAX = 64
 PROBE_BYTES = 4096
+MOUNTED = "mount"  # of ``pfs_type``: whatever filesystem, if it is mounted there
 
 
 @dataclass(frozen=True, slots=True)
 class Look:
     """What lies at PFS_DIR. ``error``: an errno, 0 when it could be examined; ``token``: of ``.cachexfs/id``, "" where
-    there is none; ``token_error``: why that could not be read, an errno; ``is_known``: it is the path of ``before``."""
+    there is none; ``token_error``: why that could not be read, an errno; ``is_known``: it is the path of ``before``;
+    ``mountpoint``, ``kind``: of the filesystem that it lies on, "" where that is not known."""
 
     error: int = 0
     is_directory: bool = False
@@ -41,10 +43,15 @@ class Look:
     token: str = ""
     token_error: int = 0
     is_known: bool = False
+    mountpoint: str = ""
+    kind: str = ""
 
 
-def check_new(pfs: str) -> None:
-    """PFS_DIR for a mount without anything staged. Raises ``UsageError``, ``CannotTellError``."""
+def check_new(pfs: str, kind: str = "any") -> str:
+    """PFS_DIR for a mount without anything staged; ``kind`` as the option ``pfs_type``. Returns a warning, or "".
+
+    Raises ``UsageError``, ``CannotTellError``.
+    """
     try:
         look = run_in_child(partial(_look, pfs, pfs), PFS_TIMEOUT_S)
     except TimeoutError:
@@ -61,6 +68,32 @@ def check_new(pfs: str) -> None:
         raise UsageError(f"the PFS directory '{pfs}' is read-only: have its filesystem mounted for writing")
     if not look.is_usable:
         raise UsageError(f"no permission to write into the PFS directory '{pfs}'")
+    if not _is_of_type(look, kind):
+        wanted = "a filesystem of its own is mounted there" if kind == MOUNTED else f"{kind} is mounted there"
+        raise CannotTellError(
+            f"the PFS directory '{pfs}' lies on {_place(look)}, and pfs_type={kind} says that {wanted}: mount the PFS"
+        )
+    if kind == "any" and not look.token and not look.token_error and look.mountpoint == "/":
+        return (
+            f"the PFS directory '{pfs}' is new, and lies on {_place(look)}: if the PFS is to be mounted there, it is "
+            "not (-o pfs_type=lustre, nfs, ... or mount refuses that)"
+        )
+    return ""
+
+
+def _is_of_type(look: Look, kind: str) -> bool:
+    """Whether PFS_DIR lies on such a filesystem. An automounter's bare place is not mounted."""
+    if kind == "any":
+        return True
+    if kind == MOUNTED:
+        return look.mountpoint != "/" and look.kind != "autofs"
+    return look.kind.startswith(kind)
+
+
+def _place(look: Look) -> str:
+    if look.mountpoint == "/":
+        return f"the root filesystem ({look.kind})"
+    return f"{look.mountpoint} ({look.kind})" if look.mountpoint else "a filesystem that is not known"
 
 
 def check_nvme(options: MountOptions) -> None:
@@ -193,7 +226,21 @@ def _look(pfs: str, before: str) -> Look:
         pass
     except OSError as error:
         token_error = error.errno or errno.EIO
-    return Look(0, is_directory, is_usable, is_read_only, token, token_error, is_known)
+    mountpoint, kind = _filesystem(os.path.realpath(pfs))
+    return Look(0, is_directory, is_usable, is_read_only, token, token_error, is_known, mountpoint, kind)
+
+
+def _filesystem(path: str) -> tuple[str, str]:
+    """(mount point, type) of what a path without symlinks lies on; "" where the kernel does not say."""
+    found = ("", "")
+    try:
+        for mount in mountinfo.read():
+            is_above = path == mount.mountpoint or path.startswith(mount.mountpoint.rstrip("/") + "/")
+            if is_above and len(mount.mountpoint) >= len(found[0]):  # of several at one place the last is on top
+                found = (mount.mountpoint, mount.kind)
+    except OSError:
+        return "", ""
+    return found
 
 
 def _write_and_remove(pfs: str) -> None:

@@ -20,6 +20,7 @@ from cachexfs.supervisor import status as supervisor
 
 POLL_S = 0.05
 TIMEOUT_S = 180.0
+NAMES = ("python", "python3")  # of an interpreter: a distribution has only the second
 
 
 @click.command("restart")
@@ -50,11 +51,16 @@ def _interpreter(prefix: str | None) -> str:
     if prefix is None:
         return sys.executable
     path = os.path.abspath(prefix)
-    if os.path.isdir(path):
-        path = os.path.join(path, "bin", "python")
-    if not os.access(path, os.X_OK):
-        raise UsageError(f"'{path}' is no Python that can be run: give a virtual environment or an interpreter")
-    return path
+    if not os.path.exists(path):
+        raise UsageError(f"'{path}' does not exist: give a virtual environment or an interpreter with CacheX FS")
+    places = [os.path.join(path, "bin", name) for name in NAMES] if os.path.isdir(path) else [path]
+    found = next((place for place in places if os.access(place, os.X_OK)), None)
+    if found is None:
+        raise UsageError(
+            f"there is no Python that can be run at {' or '.join(places)}: give a virtual environment or an "
+            "interpreter with CacheX FS"
+        )
+    return found
 
 
 def _swap(mountpoint: str, interpreter: str, timeout_s: float, as_json: bool) -> int:

@@ -197,7 +197,7 @@ class Supervisor:
         elif life.phase is Phase.RETIRING:
             life.restarts += 1
             self._daemons.start()
-        elif life.is_stop_wanted and code == 0:
+        elif life.is_stop_wanted and (code == 0 or not life.has_served):
             self._unmount()
         else:
             life.restarts += 1
@@ -219,7 +219,8 @@ class Supervisor:
             return "unmounting"
         life.is_stop_wanted = True
         life.deadlines["stop"] = time.monotonic() + self._plan.limits.stop_s
-        if life.phase is Phase.SERVING and child is not None:
+        is_first = life.phase is Phase.STARTING and not life.has_served  # it may wait for others for ever
+        if child is not None and (life.phase is Phase.SERVING or is_first):
             child.tell(Event.STOP)
         return "stopping"
 

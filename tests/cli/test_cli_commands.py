@@ -2,14 +2,16 @@
 
 import json
 import os
+import sys
 import time
 from pathlib import Path
 
 import pytest
 from cli_support import FakeDaemon, Run, list_mount
 
-from cachexfs.cli import client, mounts, progress, umount, wait
+from cachexfs.cli import client, mounts, progress, restart, umount, wait
 from cachexfs.cli import status as status_module
+from cachexfs.errors import UsageError
 
 STATUS: dict[str, object] = {
     "done": True,
@@ -346,7 +348,7 @@ def test_the_time_that_umount_is_given_is_all_that_it_takes(
     daemon.answers["umount"] = [{"done": True, "left": [{"path": "a", "reason": "full"}]}]  # and it does not end
     ran = run("umount", daemon.mountpoint, "--timeout", "10")
     assert daemon.asked == [{"op": "umount", "timeout_s": 8.0, "abandon": False}]
-    assert (ran.code, "a (full)" in ran.err, "is mounted still" in ran.err) == (3, True, True)
+    assert (ran.code, "full: a; " in ran.err, "is mounted still" in ran.err) == (3, True, True)
     assert clock[0] == pytest.approx(110, abs=0.1)
     assert detached[0] == (str(daemon.mountpoint), pytest.approx(109.5, abs=0.1))
     daemon.answers["umount"] = [{"done": True, "left": []}]
@@ -381,9 +383,35 @@ def test_umount_exits_3_with_the_list_of_what_is_left(
     ran = run("umount", daemon.mountpoint, "--json")
     assert ran.code == 3
     assert line(ran.err)
-    assert "run/a (the PFS is full)" in ran.err
+    assert "2 changes are not on the PFS: the PFS is full: run/a; the same: run/b. What is left" in ran.err
     assert "recoverable" in ran.err
     assert json.loads(ran.out)["left"] == left
+
+
+def test_umount_says_each_reason_once_and_what_to_do_last(
+    daemon: FakeDaemon, kernel: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An outage's text was there for each file, up to twenty times, and came after what to do."""
+    monkeypatch.setattr(umount, "_await_gone", lambda *_: "")
+    away = "put: the PFS is hung since 10:12:13 UTC (42 s): no answer to land a/b"
+    left = [{"path": f"run/{number}", "reason": away} for number in range(30)] + [{"path": "", "reason": "damaged"}]
+    daemon.answers["umount"] = [{"done": True, "left": left}]
+    ran = run("umount", daemon.mountpoint)
+    assert (ran.code, ran.err.count("hung")) == (3, 1)
+    assert f"{away}: run/0, run/1, run/2, run/3, run/4 and 25 more; damaged. What is left stays" in ran.err
+    assert ran.err.rstrip().endswith("mount again with the same options ('cachexfs status' says with which)")
+
+
+@pytest.mark.parametrize("name", ["python", "python3"])
+def test_upgrade_takes_the_interpreter_that_is_there(tmp_path: Path, name: str) -> None:
+    """Of /usr, where Debian has no bin/python, it said that this is no Python."""
+    (tmp_path / "bin").mkdir()
+    with pytest.raises(UsageError, match=f"at {tmp_path}/bin/python or {tmp_path}/bin/python3: give"):
+        restart._interpreter(str(tmp_path))
+    (tmp_path / "bin" / name).symlink_to(sys.executable)
+    assert restart._interpreter(str(tmp_path)) == f"{tmp_path}/bin/{name}"
+    with pytest.raises(UsageError, match="does not exist"):
+        restart._interpreter(str(tmp_path / "none"))
 
 
 def test_umount_of_what_is_no_mount_or_has_no_daemon(daemon: FakeDaemon, run: Run, tmp_path: Path) -> None:

@@ -99,6 +99,15 @@ def test_no_is_certain_only_when_all_was_read(run_dir: Path, run: Run, monkeypat
     assert "Input/output error" in ran.err
 
 
+def test_what_is_empty_is_no_checkpoint_and_named(run_dir: Path, run: Run) -> None:
+    new = run_dir.parent / "new"
+    new.mkdir()
+    (new / "model.bin").touch()
+    ran = run("latest", new)
+    assert (ran.code, ran.out) == (1, "")
+    assert "'model.bin' is empty" in ran.err
+
+
 def test_a_directory_that_is_not_there_is_no_no(run_dir: Path, run: Run) -> None:
     ran = run("latest", run_dir / "none")
     assert ran.code == 4

@@ -10,10 +10,10 @@ import msgspec
 import pytest
 from cli_support import FakeDaemon, Run, list_mount
 
-from cachexfs.cli import mount_checks, pfs_check
+from cachexfs.cli import identity, mount_checks, pfs_check
 from cachexfs.cli.main import COMMANDS
 from cachexfs.config import MountOptions
-from cachexfs.errors import UsageError
+from cachexfs.errors import CannotTellError, UsageError
 
 HELPER = Path(__file__).parents[2] / "mount_helpers" / "mount.cachexfs"
 TIMEOUT_S = 150
@@ -242,6 +242,8 @@ def helper(*arguments: object) -> subprocess.CompletedProcess[str]:
 
 
 def test_mount_8_calls_the_helper(places: tuple[Path, Path]) -> None:
+    (places[0] / ".cachexfs").mkdir()  # it has been mounted before: no warning that it is not the PFS
+    (places[0] / ".cachexfs" / "id").write_text("a" * 32)
     fstab = "rw,_netdev,nofail,x-systemd.requires=lustre.mount,memory=16M"
     done = helper(*places, "-f", "-o", fstab)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
@@ -281,3 +283,40 @@ def test_libfuse_says_its_version_in_two_ways(
 
     monkeypatch.setattr(mount_checks.ctypes, "CDLL", lambda name: Library)
     assert mount_checks.libfuse_version() == version
+
+
+@pytest.mark.parametrize(
+    ("kind", "below", "is_taken"),
+    [("any", "", True), ("mount", "/lustre", True), ("lustre", "/lustre", True), ("nfs", "/home", True),
+     ("mount", "", False), ("mount", "/auto", False), ("lustre", "", False), ("lustre", "/home", False)],
+)  # fmt: skip
+def test_a_pfs_that_is_not_mounted_is_refused_where_its_type_is_known(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, below: str, is_taken: bool
+) -> None:
+    """An empty directory in its place was taken without a word, and had all checkpoints on the node's own disk."""
+    table = tmp_path / "mountinfo"
+    mounted = [
+        ("/", "ext4"),
+        (f"{tmp_path}/lustre", "lustre"),
+        (f"{tmp_path}/home", "nfs4"),
+        (f"{tmp_path}/auto", "autofs"),
+    ]
+    table.write_text("".join(f"{n} 1 8:{n} / {at} rw - {kind} x rw\n" for n, (at, kind) in enumerate(mounted)))
+    monkeypatch.setattr(pfs_check.mountinfo.read, "__defaults__", (str(table),))
+    pfs = Path(f"{tmp_path}{below}/pfs")
+    pfs.mkdir(parents=True)
+    if is_taken:
+        assert ("root filesystem (ext4)" in pfs_check.check_new(str(pfs), kind)) == (kind == "any")
+        (pfs / ".cachexfs").mkdir()
+        (pfs / ".cachexfs" / "id").write_text("a" * 32)
+        assert pfs_check.check_new(str(pfs), kind) == ""  # it has been used before
+    else:
+        with pytest.raises(CannotTellError, match=f"pfs_type={kind}"):
+            pfs_check.check_new(str(pfs), kind)
+
+
+def test_a_directory_of_somebody_else_is_never_advised_to_be_removed(tmp_path: Path) -> None:
+    """With user= and CACHEXFS_RUNTIME_DIR it was: that of live mounts."""
+    with pytest.raises(UsageError, match=r"of user 4711 alone: leave it out") as raised:
+        identity.give_directory(str(tmp_path), (4711, 4711), "runtime directory", "leave it out")
+    assert "remove" not in str(raised.value)

@@ -54,6 +54,35 @@ def test_several_nodes_without_a_secret(make_cluster: MakeCluster) -> None:
     refused(make_cluster(2, {"secret": None}, mounted=False), 0, EXIT_USAGE, "secret")
 
 
+def test_a_node_with_another_pfs_directory_than_the_others(make_cluster: MakeCluster) -> None:
+    """Its files landed there, and no node could read what the PFS alone had of the others'."""
+    cluster = make_cluster(3, mounted=False)
+    cluster.node_pfs[2] = other = cluster.root / "other"
+    other.mkdir()
+    cluster.mount([0, 1])
+    refused(cluster, 2, EXIT_USAGE, str(other), f"job local-{cluster.tag} have mounted, {cluster.pfs}", "the same")
+    assert cluster.answers(0)
+    cluster.node_pfs[2] = cluster.pfs
+    cluster.mount([2])
+
+
+@pytest.mark.parametrize("supervisor", ["on", "off"])
+def test_one_of_two_nodes_names_the_member_of_the_catalogue_that_is_missing(
+    make_cluster: MakeCluster, supervisor: str
+) -> None:
+    """It said only that the mount has not answered."""
+    cluster = make_cluster(2, {"supervisor": supervisor}, mounted=False)
+    ended = cluster.run(0, *cluster.mount_arguments(0), "--timeout", "12")
+    assert (ended.code, len(ended.err.splitlines())) == (EXIT_CANNOT_TELL, 1), ended
+    assert (
+        f"no majority of the catalogue's members (n0, n1) answers: nobody listens on n1 ({cluster.nodes[1].host})"
+        in (ended.err)
+    )
+    assert "cachexfs recover" in ended.err
+    assert cluster.processes(0) == []
+    cluster.mount()
+
+
 def test_a_secret_that_everybody_can_read(make_cluster: MakeCluster) -> None:
     cluster = make_cluster(2, mounted=False)
     cluster.secret.chmod(0o644)

@@ -45,6 +45,27 @@ def test_sigterm_lets_the_daemon_finish_and_unmounts(mount: Mount) -> None:
     assert not is_mounted(mount.point)
 
 
+def test_sigterm_ends_a_daemon_that_waits_for_others_before_it_serves(mount: Mount) -> None:
+    """It was told only once it served: a mount of one of two nodes went on after its time limit, until SIGKILL."""
+    code = (
+        "import select, sys; from cachexfs.supervisor.client import Supervisor, Event\n"
+        "supervisor = Supervisor.from_environ(); open(sys.argv[1], 'w').close()\n"
+        "while supervisor.next_event() is not Event.STOP: select.select([supervisor.events_fd], [], [])\n"
+        "sys.exit(4)"
+    )
+    waits = mount.root / "waits"
+    options = ["--mountpoint", str(mount.point), "--", sys.executable, "-c", code, str(waits)]
+    with mount.log.open("ab") as log:
+        mount.process = subprocess.Popen(
+            [sys.executable, "-m", "cachexfs.supervisor", *options], cwd=DAEMON.parents[2], stderr=log
+        )
+    wait_until(waits.exists, "waits")
+    mount.process.send_signal(signal.SIGTERM)
+    mount.wait()
+    assert "kill" not in mount.said()
+    assert not is_mounted(mount.point)
+
+
 def test_the_exit_code_of_a_daemon_that_could_not_finish_is_passed_on(mount: Mount) -> None:
     mount.up(stop="3")
     assert mount.ask("stop") == {"said": "stopping"}

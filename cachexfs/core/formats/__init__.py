@@ -27,7 +27,7 @@ from cachexfs.core.formats.dcp import Dcp
 from cachexfs.core.formats.deepspeed import DeepSpeed
 from cachexfs.core.formats.huggingface import Accelerate, HfIndex, HfTrainer
 from cachexfs.core.formats.megatron import Megatron
-from cachexfs.core.formats.outline import may_be_checkpoint, unknown_files
+from cachexfs.core.formats.outline import empty_files, may_be_checkpoint, unknown_files
 from cachexfs.core.formats.single import LightningSharded, SingleFile
 
 __all__ = [
@@ -41,6 +41,7 @@ __all__ = [
     "commit_names",
     "describe",
     "describe_file",
+    "empty_files",
     "evaluate",
     "listed",
     "may_be_checkpoint",

@@ -129,5 +129,13 @@ def unknown_files(paths: Collection[bytes]) -> str:
     return f"{some} to no checkpoint format that is known, '{first}' for one: see docs/formats.md"
 
 
+def empty_files(paths: Collection[bytes]) -> str:
+    """Why there is no checkpoint where these files lie, which are all that might be one; empty without any."""
+    if not paths:
+        return ""
+    first = min(paths).decode(errors="backslashreplace")
+    return f"'{first}' is empty" + (f", and {len(paths) - 1} more" if len(paths) > 1 else "")
+
+
 def _join(directory: bytes, name: bytes) -> bytes:
     return directory + b"/" + name if directory and name else directory or name
