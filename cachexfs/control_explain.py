@@ -21,7 +21,6 @@ from cachexfs.engine.completeness import Checkpoint, Completeness, Piece
 from cachexfs.engine.drain import LANDS_BY_ITSELF
 from cachexfs.engine.health import pfs_health
 from cachexfs.engine.parts import Parts
-from cachexfs.engine.reading import UNREADABLE_NOW
 
 PIECES_MAX = 1000
 GOES_ON = "nothing: it goes on by itself"

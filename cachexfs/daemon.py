@@ -278,7 +278,8 @@ class Daemon:
 
         def register(tx: Tx) -> None:
             job = tx.read(rec.JOB_KEY)
-            agreed = agree(job if isinstance(job, Job) else None, options, node.replica_count, pfs_id)
+            known = job if isinstance(job, Job) else None
+            agreed = agree(known, options.job, options.node, node.replica_count, options.pfs, pfs_id)
             if agreed != job:
                 tx.put(rec.JOB_KEY, agreed)
             tx.put(rec.node_key(options.node), record)
