@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from real_support import until
 
 from cachexfs.demo.cluster import LocalCluster
 from cachexfs.errors import EXIT_CANNOT_TELL, EXIT_DONE, EXIT_USAGE
@@ -60,7 +61,11 @@ def test_a_node_with_another_pfs_directory_than_the_others(make_cluster: MakeClu
     cluster.node_pfs[2] = other = cluster.root / "other"
     other.mkdir()
     cluster.mount([0, 1])
-    refused(cluster, 2, EXIT_USAGE, str(other), f"job local-{cluster.tag} have mounted, {cluster.pfs}", "the same")
+    ended = cluster.run(2, *cluster.mount_arguments(2))
+    assert (ended.code, len(ended.err.splitlines())) == (EXIT_USAGE, 1), ended
+    assert f"{other} of node n2" in ended.err
+    assert f"job local-{cluster.tag} have mounted, {cluster.pfs}" in ended.err
+    until("its etcd member has ended", lambda: not cluster.processes(2))
     assert cluster.answers(0)
     cluster.node_pfs[2] = cluster.pfs
     cluster.mount([2])
