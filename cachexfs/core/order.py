@@ -252,6 +252,11 @@ class PendingOrder:
         later = (self._ops[other][1] for _, other in self._at[op.path].between(seq))
         return next((found for found in later if found.path == op.path), None)
 
+    def changes_after(self, key: bytes, path: bytes) -> bool:
+        """Whether an operation after ``key`` changes this very path."""
+        queue = self._at.get(path)
+        return queue is not None and next(queue.between(self._ops[key][0]), None) is not None
+
     def at_or_below(self, path: bytes) -> Iterator[tuple[bytes, Op]]:
         """Operations on a path and on what lies below it, in order."""
         found = {seq for queue in self._queues((self._at, path), (self._under, path)) for seq in queue.between(None)}

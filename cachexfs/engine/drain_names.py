@@ -40,6 +40,8 @@ class DrainNames:
         self._hung_at: dict[int, bytes] = {}  # directory -> where a call that was given up may still set its attributes
         #: whether a checkpoint's commit file (file id) and all that it names are there, but for its own name
         self.whole: Callable[[int], Awaitable[bool]] = _unknown
+        #: whether something later than an operation (by key) is going to change a path
+        self.changes_after: Callable[[bytes, bytes], bool] = lambda key, path: False
 
     @property
     def _pfs(self) -> Pfs:
@@ -77,7 +79,7 @@ class DrainNames:
                 await self._run(special[0], op.path, special[1], self.node.pfs_attrs(inode))
             await self._note_landed(key, op.fid)
         elif op.kind == OpKind.RENAME:
-            await self._rename(op, inode)
+            await self._rename(key, op, inode)
             await self._note_moved(key, op.fid)
         else:
             await self._plain(op, inode)
@@ -102,18 +104,20 @@ class DrainNames:
         self.progress.landed_ops += 1
 
     # ---- renames and links
-    async def _rename(self, op: Op, inode: Inode | None) -> None:
+    async def _rename(self, key: bytes, op: Op, inode: Inode | None) -> None:
         """A rename, recognising that it has been done before this daemon's life.
 
         Of a file that has been removed since, neither name is to be there: to show it under the new one even for a
         moment could complete a checkpoint whose other files are gone. The PFS may err in saying that there is none.
+        Where the rename has been, what comes later takes the new name in its turn: it may be a whole checkpoint's.
         """
         if inode is not None and inode.pfs is not None and inode.pfs.hidden:
             return  # it was withdrawn, and stays where it is held
         found = await self._stat(op.path) if inode is None else None
         if inode is None and (found is None or found.kind != "d"):
             try:
-                await self._run("unlink", op.path2)
+                if found is not None or not self.changes_after(key, op.path2):
+                    await self._run("unlink", op.path2)
                 await self._run("unlink", op.path)
             except IsADirectoryError:
                 pass

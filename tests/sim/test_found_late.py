@@ -6,7 +6,8 @@ import errno
 import os
 
 import trio
-from test_found import Scene, scene
+from sim_check import Checkers, Saves, commit_file
+from test_found import NAMES, Scene, scene
 from test_found_nodes import _After
 
 from cachexfs.engine.drain_errors import RETRY_FIRST_S
@@ -130,3 +131,40 @@ async def test_an_open_beside_one_with_pages_is_not_served_by_the_kernel_for_the
     assert files.backing(await scene.fs.open(ino, os.O_RDONLY)) is None
     await scene.fs.release(second)
     assert files.backing(await scene.fs.open(ino, os.O_RDONLY)) is not None
+
+
+@scene(fsync="returned")
+async def test_a_commit_file_whose_rename_could_not_be_noted_stays_until_the_next_is_ready(scene: Scene) -> None:
+    """It had got its name on the PFS, an fsync of the directory failed, and meanwhile the next save had replaced it."""
+    checkers, after = Checkers(scene.store, Saves()), {b"m": b"two"}
+    checkers.saves.made[NAMES], checkers.saves.made[commit_file(9, after)] = {b"m": b"one"}, after
+    checkers.kept.view = lambda: scene.life.catalogue.view
+    await scene.mkdir(b"d")
+    await scene.write(b"d/m", b"one")
+    await scene.write(b"d/.metadata.tmp", NAMES)
+    await scene.drained()
+    steps: list[str] = []
+
+    def before(what: str) -> None:
+        checkers.commit_last(what)
+        steps.append(what)
+        if steps[-2:] == ["rename", "sync directory"] and steps.count("rename") == 1:
+            raise OSError(errno.EIO, "refused")
+
+    scene.before = before
+    await scene.rename(b"d/.metadata.tmp", b"d/.metadata")
+    with trio.fail_after(100):
+        while "rename" not in steps:  # noqa: ASYNC110
+            await trio.sleep(0.01)
+    scene.faults.refused["create part"] = errno.EIO  # the next is not ready for a while
+    handle = await scene.fs.open(await scene.ino(b"d/m"), os.O_WRONLY)
+    await scene.fs.write(handle, 0, b"two")
+    await scene.close(handle)
+    await scene.write(b"d/.metadata.tmp", commit_file(9, after))
+    await scene.rename(b"d/.metadata.tmp", b"d/.metadata")
+    await trio.sleep(5)
+    scene.faults.refused.clear()
+    await scene.drained()
+    checkers.commit_last("the end")
+    assert checkers.kept.checked
+    assert scene.on_pfs(b"d/.metadata") == commit_file(9, after)
