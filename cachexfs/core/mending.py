@@ -94,7 +94,7 @@ def plan(view: Replica, tree: Tree, has_bytes: Callable[[Inode], bool]) -> Plan:
     """Go through all that is pending. ``has_bytes``: whether anybody has a file's bytes outside the PFS."""
     misplaced = set[bytes]()  # contents that would not land under their file's names: others may rest on them
     while True:
-        planner = _Planner(view, _copy(tree), has_bytes, misplaced)
+        planner = _Planner(view, tree, has_bytes, misplaced)
         for key, op, _ in view.ops():
             planner.take(key, op)
         planner.complete()
@@ -133,10 +133,13 @@ class _Planner:
     def __init__(
         self, view: Replica, tree: Tree, has_bytes: Callable[[Inode], bool], given_up: Collection[bytes]
     ) -> None:
-        self._view, self._tree, self._has_bytes, self._given_up = view, tree, has_bytes, given_up
+        self._view, self._has_bytes, self._given_up = view, has_bytes, given_up
+        self._now, self._tree = tree, _copy(tree)  # what the PFS has, and what it is going to have
         self.misplaced = set[bytes]()
         self._puts: dict[tuple[int, int], list[bytes]] = {}  # (file id, generation) -> what is going to land it
         self._held: set[int] = set()  # commit files that are taken from an earlier name, to be hidden
+        self._brought: set[bytes] = set()  # directories that are moved there
+        self._late: set[bytes] = set()  # directories below these that nothing makes
         self._made: set[int] = set()  # symlinks and special files that are
         self.plan = Plan()
 
@@ -190,6 +193,7 @@ class _Planner:
             elif inode is not None or there.kind == "d":  # a file that has been removed since is not moved
                 self._need(parent_of(op.path2))
                 self._tree.put(op.path2, there)
+                self._brought.update([op.path2] if there.kind == "d" else [])
             return op
         if hidden and _lists(op):
             return None  # it was taken off the PFS, and comes back under its name
@@ -272,10 +276,17 @@ class _Planner:
         self.plan.told.append((lands_at(op), f"{op.kind}: {why}"))
 
     def _need(self, directory: bytes) -> None:
-        """Directories on the way to something that is to be made."""
-        for path in [*ancestors(directory)[::-1], directory]:
-            if path and self._tree.find(path) is None:
-                self._tree.put(path, Entry("d"))
+        """Directories on the way to something that is to be made: at once, with what is above them. Below one that a
+        pending rename is to bring they come after that: it would be refused."""
+        way = [path for path in [*ancestors(directory)[::-1], directory] if path]
+        missing = [path for path in way if self._tree.find(path) is None]
+        for path in missing:
+            self._tree.put(path, Entry("d"))
+        if not self._brought.isdisjoint(way):
+            self._late.update(missing)
+            return
+        for path in way if missing else ():
+            if self._now.find(path) is None and path not in self.plan.parents:
                 self.plan.parents.append(path)
 
     def complete(self) -> None:
@@ -286,7 +297,7 @@ class _Planner:
                 continue
             if inode.kind == "f":
                 self._complete_file(path, fid, inode)
-            elif self._tree.find(path) is None and fid not in self._made:
+            elif (self._tree.find(path) is None or path in self._late) and fid not in self._made:
                 self._need(parent_of(path))
                 self._tree.put(path, Entry(inode.kind))
                 self.plan.again[path] = fid

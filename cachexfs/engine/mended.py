@@ -146,7 +146,7 @@ class Mended:
             inode = view.inode(ROOT_FID)
         try:
             await pfs.run("mkdir", path, b"", self.node.pfs_attrs(inode), DEADLINE_S)
-        except (FileExistsError, NotADirectoryError) as error:
+        except (FileExistsError, FileNotFoundError, NotADirectoryError) as error:
             self._told.append((path, f"mkdir: {error.strerror}"))
 
     async def _take_off(self, pfs: Pfs, path: bytes, entry: Entry) -> None:

@@ -114,6 +114,25 @@ def test_directories_that_the_catalogue_has_forgotten_are_made_for_what_lands_in
     assert world.planned().parents == [b"c", b"c/d"]
 
 
+def test_a_directory_that_is_pending_is_made_at_once_with_what_is_forgotten_below_it() -> None:
+    """ENOENT for ever, and nothing landed: the one above was to be made later."""
+    world = World()
+    world.pending("1", Op(OpKind.MKDIR, b"c", "n0", fid=DIR))
+    world.pending("2", Op(OpKind.PUT, b"c/d/a", "n0", fid=FILE, gen=2, size=3))
+    assert world.planned() == Plan(parents=[b"c", b"c/d"])
+
+
+def test_a_forgotten_directory_below_one_that_is_still_to_be_moved_is_made_after_that() -> None:
+    """ENOTEMPTY for ever: the new name of the one above was there already."""
+    world = World()
+    world.directory(b"e", DIR)
+    world.directory(b"f", OTHER, DIR)
+    world.has(b"d", kind="d")
+    world.pending("1", Op(OpKind.RENAME, b"d", "n0", fid=DIR, path2=b"e", commit=True))
+    world.pending("2", Op(OpKind.PUT, b"e/f/a", "n0", fid=FILE, gen=2, size=3))
+    assert world.planned() == Plan(again={b"e/f": OTHER})
+
+
 @pytest.mark.parametrize(
     ("kind", "there"),
     [(OpKind.RMDIR, "d"), (OpKind.RMDIR, "f"), (OpKind.UNLINK, "d")],
