@@ -53,7 +53,7 @@ from cachexfs.engine.node import Node
 from cachexfs.engine.parts import Parts, assemble, load
 from cachexfs.engine.reserve import Reserve
 from cachexfs.engine.retention import Retention
-from cachexfs.errors import EXIT_CANNOT_TELL, CacheXError, CannotTellError
+from cachexfs.errors import EXIT_CANNOT_TELL, CacheXError, CannotTellError, CatalogueUnavailableError
 from cachexfs.forecast import Forecast
 from cachexfs.glue import HeldReplicas
 from cachexfs.last import leave_token, others_of
@@ -62,6 +62,7 @@ from cachexfs.peering import keep_clock, start_peers
 from cachexfs.registration import Registration
 from cachexfs.serving import Serving
 from cachexfs.supervisor.client import Supervisor
+from cachexfs.supervisor.messages import EXIT_TRY_AGAIN
 from cachexfs.survive import go_on_without
 
 log = logging.getLogger("cachexfs.daemon")
@@ -447,7 +448,7 @@ def main() -> int:
         if isinstance(error, CacheXError):
             log.error("%s", error)
             answer.tell({"ok": False, "error": str(error), "exit": error.exit_code})
-            return error.exit_code
+            return EXIT_TRY_AGAIN if isinstance(error, CatalogueUnavailableError) else error.exit_code
         if isinstance(error, KeyboardInterrupt):
             log.error("ended by a signal before the mount answered")
             answer.tell({"ok": False, "error": "ended by a signal", "exit": EXIT_CANNOT_TELL})

@@ -53,6 +53,7 @@ RETRY_S = 0.1
 CONFLICT_PAUSE_S = 0.002
 #: After so many conflicts in a row the replica is not trusted any more.
 CONFLICTS_MAX = 30
+START_S_MIN, START_S_MAX = 15.0, 45.0  # other members may start later; a supervisor waits for a minute
 BARRIER_TASKS = 2
 
 
@@ -138,7 +139,7 @@ class EtcdCatalogue:
     async def run(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Follow etcd until cancelled. Started once the replica is whole and this node's ``Life`` is in it.
 
-        Raises ``CatalogueUnavailableError`` when etcd does not answer for ``outage_limit_s`` at the start,
+        Raises ``CatalogueUnavailableError`` when etcd does not answer for about ``outage_limit_s`` at the start,
         ``CorruptError`` for a record that cannot be read.
         """
         try:
@@ -173,7 +174,8 @@ class EtcdCatalogue:
                 await self._follower.load()
             except (EtcdUnreachableError, EtcdRefusedError) as error:
                 self._outage.failed(began_s, error)
-                self._refuse_if_out()
+                if self._outage.age_s >= min(max(self._outage.limit_s, START_S_MIN), START_S_MAX):
+                    raise self._outage.error() from None
                 await trio.sleep(RETRY_S)
             else:
                 self._outage.answered()

@@ -352,7 +352,7 @@ class Drainer:
                 await self.ready.prepare(op, inode, digests[1])
             again = await self.files.publishing.snapshot(vnode)
             if again[1] == size and again[2][1] == digests[1]:
-                self.ready.fsynced(op, digests[1])
+                await self.ready.fsynced(op, digests[1])
             elif again[1] < size or (await self.files.publishing.digests_of(vnode, vnode.stage, size))[1] != digests[1]:
                 raise NotDurableError("the file was changed while it was copied: its record is not of these bytes")
             return

@@ -12,6 +12,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+from contextlib import suppress
 
 import msgspec
 import trio
@@ -42,6 +43,7 @@ class _Record(msgspec.Struct):
     fid: int
     gen: int
     store: str = ""
+    path: bytes = b""
 
 
 class DrainFiles:
@@ -52,7 +54,10 @@ class DrainFiles:
         self.progress = progress
         self.copies = Copies()
         self._fsynced: dict[str, bytes] = {}  # hidden name -> tree digest of what an fsync put there
-        self._made: dict[int, dict[str, int]] = {}  # file id -> hidden names that may exist -> their generation
+        #: File id -> hidden names that may exist, in the order in which they were made -> their generation.
+        self._made: dict[int, dict[str, int]] = {}
+        self._paths: dict[str, bytes] = {}  # hidden name -> where its record says that it belongs
+        self._made_ns = 0  # when the last record was made
         self._damaged: set[tuple[str, int]] = set()  # (hidden name, generation) of contents that are damaged here
         self._overwritten: set[tuple[str, int]] = set()  # of these, those whose bytes no copy has any more
         self._cleaned_up = False  # what an earlier life has prepared is known
@@ -94,9 +99,10 @@ class DrainFiles:
         its name while its bytes change. Raises ``FsError``, ``OSError``, ``trio.TooSlowError``.
         """
         content = self.node.catalogue.view.generation(op.fid)
+        moved_away = tree and self._paths.get(op.hidden) != op.path  # it need not be copied again only to land
         if not tree and content is not None and content.gen == op.gen:
             tree = content.tree
-        if tree and self._fsynced.get(op.hidden) == tree:
+        if tree and self._fsynced.get(op.hidden) == tree and not moved_away:
             return
         self._fsynced.pop(op.hidden, None)
         source, size = self._source(op, content)
@@ -108,7 +114,7 @@ class DrainFiles:
             raise FsError(errno.EIO, f"no whole copy of generation {op.gen} on node {self.node.name}")
         attrs = self.node.pfs_attrs(inode)
         record = self._record(op, inode, attrs, size, tree)
-        self._made.setdefault(op.fid, {})[op.hidden] = op.gen
+        self._note_made(op.fid, op.hidden, op.gen)
         same = content is not None and content.gen == op.gen and content.size == size
         digest = content.digest if same and content is not None and self.node.options.verify else b""
         done = -1
@@ -125,6 +131,12 @@ class DrainFiles:
                     raise
                 source, done = moved, -1
         self._made.setdefault(op.fid, {})[op.hidden] = op.gen  # also if another node has landed that meanwhile
+        self._paths[op.hidden] = op.path
+
+    def _note_made(self, fid: int, hidden: str, gen: int) -> None:
+        made = self._made.setdefault(fid, {})
+        made.pop(hidden, None)  # the order is that of the last time
+        made[hidden] = gen
 
     async def _is_good(self, op: Op, content: Generation | None, source: str, size: int) -> bool:
         """Whether the bytes of a PUT are what was published; not asked of those in memory that this daemon has written.
@@ -165,16 +177,31 @@ class DrainFiles:
         """Whether what a PUT was to land was overwritten, in place, by the content that all copies have now."""
         return (op.hidden, op.gen) in self._overwritten
 
-    def fsynced(self, op: Op, tree: bytes) -> None:
-        """What is ready now are these bytes: no need to copy them again if they are published."""
+    async def fsynced(self, op: Op, tree: bytes) -> None:
+        """What is ready now are these bytes: no need to copy them again if they are published.
+
+        What earlier fsyncs of the file had put there is not needed any more.
+        """
         self._fsynced[op.hidden] = tree
+        wanted = self._to_land(op.fid)
+        for hidden, gen in list(self._made.get(op.fid, {}).items()):
+            if hidden == op.hidden:
+                return  # those that follow are newer
+            if hidden not in wanted and gen <= op.gen:
+                with suppress(CacheXError, OSError, trio.TooSlowError):  # the next time, or when it has landed
+                    await self.discard(op.fid, hidden)
+
+    def is_named_otherwise(self, fid: int, path: bytes) -> bool:
+        """Whether a record of a file's bytes here says that they belong elsewhere than at ``path``."""
+        return any(self._paths.get(hidden, path) != path for hidden in self._made.get(fid, ()))
 
     def _record(self, op: Op, inode: Inode | None, attrs: PfsAttrs, size: int, tree: bytes) -> bytes:
         base = inode.pfs if inode is not None else None
+        self._made_ns = max(self._made_ns + 1, self.node.clock.now_ns())
         return msgspec.msgpack.encode(
             {"path": op.path, "fid": op.fid, "gen": op.gen, "size": size, "node": self.node.name,
              "job": self.node.options.job, "tree": tree,
-             "store": self.node.staging.store,
+             "store": self.node.staging.store, "made_ns": self._made_ns,
              "mode": attrs.mode, "uid": attrs.uid, "gid": attrs.gid, "mtime_ns": attrs.mtime_ns,
              "base": None if base is None else [base.ino, base.size, base.mtime_ns]}
         )  # fmt: skip
@@ -282,6 +309,7 @@ class DrainFiles:
     def _settle(self, fid: int, hidden: str) -> None:
         """A hidden name is free again."""
         self._fsynced.pop(hidden, None)
+        self._paths.pop(hidden, None)
         made = self._made.get(fid, {})
         made.pop(hidden, None)
         if not made:
@@ -338,6 +366,7 @@ class DrainFiles:
             await self.discard(record.fid, hidden)  # noted only if it stays: a failure is tried again
         else:
             self._made.setdefault(record.fid, {})[hidden] = record.gen
+            self._paths[hidden] = record.path
 
 
 def _landed_gen(inode: Inode | None) -> int:

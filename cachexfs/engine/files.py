@@ -303,6 +303,10 @@ class Files:
         vnode = self._current.get(fid)
         return vnode is not None and vnode.handles > 0
 
+    def being_written(self) -> list[Vnode]:
+        """Whose last close by a writer is still to come."""
+        return [vnode for vnode in self._current.values() if vnode.writers > 0 and not vnode.removed]
+
     def busy(self, fid: int) -> bool:
         """Whether a writer may still change the staged bytes of the file's newest generation."""
         vnode = self._current.get(fid)

@@ -18,6 +18,7 @@ from cachexfs.core import attrs, namespace
 from cachexfs.core.boundary import Boundary
 from cachexfs.core.changes import NewAttrs
 from cachexfs.core.digest import Buffer
+from cachexfs.core.order import covers
 from cachexfs.core.records import Inode, OpKind
 from cachexfs.core.routes import PARTNER
 from cachexfs.engine.attributes import PREFIX
@@ -292,6 +293,7 @@ class Filesystem(Names):
         drainer = self.parts.drainer
         wanted = names_awaited(drainer, path)
         with trio.move_on_after(self.node.options.fsync_timeout_s), self.node.foreground.awaited():
+            await self._record_names(path)
             while wanted:
                 last = next(reversed(wanted))  # they land about in order: not all of them are looked at each time
                 while (op := drainer.waits.order.op(last)) is not None and is_awaited(drainer, last, op):
@@ -301,6 +303,14 @@ class Filesystem(Names):
                 wanted = {key: fid for key, fid in now.items() if key in wanted or fid in left_out}
             return
         raise LateError(errno.EIO, "fsync: the directory's names did not reach the PFS in time")
+
+    async def _record_names(self, directory: bytes) -> None:
+        """What was fsynced and renamed while a writer has it open lands at the close: until then its record counts."""
+        ready, reader = self.parts.drainer.ready, self.parts.reader
+        for vnode in self.files.being_written():
+            path = reader.path(vnode.fid)
+            if path is not None and covers(directory, path) and ready.is_named_otherwise(vnode.fid, path):
+                await self.parts.drainer.sync(vnode)
 
     def _has_landed(self, fid: int) -> bool:
         """Whether some content of a file is on the PFS, or it is gone; else a later one lands in its place."""

@@ -40,6 +40,8 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     published: bool = True
     revision: int = 0
     members: tuple[Member, ...] | None = ()
+    #: When the record was made: each fsync of a file that stays open makes one of the same generation. 0: unknown.
+    made_ns: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,10 +106,10 @@ def of_manifest(manifest: Manifest, job: str, source: str) -> Candidate:
     return Candidate(record, f"{manifest.stage}-{manifest.size:x}", source, manifest)
 
 
-def _age(candidate: Candidate) -> tuple[int, bool, int, int]:
+def _age(candidate: Candidate) -> tuple[int, bool, int, int, int]:
     """Larger is newer, among the contents of one file."""
     record = candidate.record
-    return record.gen, record.published, record.revision, record.mtime_ns
+    return record.gen, record.published, record.revision, record.made_ns, record.mtime_ns
 
 
 def choose(found: Iterable[Candidate]) -> Chosen:

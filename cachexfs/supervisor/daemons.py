@@ -137,6 +137,7 @@ class Daemons:
             return
         life.enter(Phase.SERVING)
         self.blame.alive()
+        self._pump.serve_again()
         self._program_before = self.program
         self._served_s = time.monotonic()
         if self._plan.standby_after_s is not None and not life.is_stop_wanted:
@@ -196,9 +197,12 @@ class Daemons:
 
     def died(self, pid: int, code: int) -> None:
         """One has ended unasked."""
-        if code != -signal.SIGKILL and not self._had_progress():
-            self.blame.daemon_ended()
         is_passing = code == -signal.SIGKILL and not self._kill_reason
+        if code == messages.EXIT_TRY_AGAIN and self._life.has_served:
+            is_passing = True
+            self._pump.fail_everything()  # until one serves: each would wait as long
+        elif code != -signal.SIGKILL and not self._had_progress():
+            self.blame.daemon_ended()
         self.failed(f"daemon {pid} ended with {_say_exit(code)}", is_passing=is_passing)
 
     def failed(self, why: str, *, is_passing: bool = False) -> None:
@@ -212,7 +216,7 @@ class Daemons:
             why = f"the new program was not taken: {why}"
             self.swaps_refused += 1
             self._go_back(self._program_before)
-        if life.failed(why, had_progress=had_progress, now=time.monotonic(), was_killed=is_passing) is Phase.FAILED:
+        if life.failed(why, had_progress=had_progress, now=time.monotonic(), is_passing=is_passing) is Phase.FAILED:
             log(f"giving up after {life.failures} failures in a row: every request gets EIO")
             self._pump.fail_everything()
             self._owner.gave_up(why)

@@ -71,14 +71,15 @@ class Lifecycle:
         if deadline is not None:
             self.deadlines["phase"] = deadline
 
-    def failed(self, why: str, *, had_progress: bool, now: float, was_killed: bool = False) -> Phase:
+    def failed(self, why: str, *, had_progress: bool, now: float, is_passing: bool = False) -> Phase:
         """A daemon has died unasked. BACKOFF (its deadline set), or FAILED after too many failures in a row.
 
         A daemon that answered requests before it died does not count as one that cannot run; nor, once one has
-        served, does one that others killed (SIGKILL: an administrator, the kernel without memory).
+        served, does one that others killed (SIGKILL: an administrator, the kernel without memory), or that found
+        something away which comes back (``EXIT_TRY_AGAIN``): ``is_passing``.
         """
         self.failures = 0 if had_progress else self.failures
-        self.failures += not (was_killed and self.has_served)
+        self.failures += not (is_passing and self.has_served)
         self.deaths = 0 if had_progress else self.deaths + 1
         self.last_failure = why
         limit = self.limits.restarts_max

@@ -30,6 +30,9 @@ ENV_MOUNTPOINT = "CACHEXFS_MOUNTPOINT"
 MAGIC = 0x43585333  # "CXS3": another number when anything here changes, for a supervisor outlives an upgrade
 VERSION = f"{MAGIC:x}"
 NAME_BYTES_MAX = 255
+#: Exit code of a daemon that could not begin because something that it needs, and that is not this node's, did not
+#: answer (sysexits' EX_TEMPFAIL). It has waited for that as long as an application is to wait.
+EXIT_TRY_AGAIN = 75
 
 
 class Call(enum.IntEnum):

@@ -404,7 +404,7 @@ class Pump:
         self._arm()
 
     def serve_again(self) -> None:
-        """Undo ``fail_everything``: a daemon is to be tried again."""
+        """Undo ``fail_everything``: a daemon serves, or is to be tried again."""
         self.is_failing = False
         self._arm()
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from cachexfs.core.digest import block_digest, tree_digest
 from cachexfs.core.manifest import Base, Manifest, Member
 from cachexfs.errors import CorruptError
-from cachexfs.recovery.choice import Candidate, choose, decode_record, encode_record, of_manifest
+from cachexfs.recovery.choice import Candidate, Record, choose, decode_record, encode_record, of_manifest
 
 RECORD_BYTES = 4 << 20
 
@@ -41,6 +41,15 @@ def test_what_an_fsync_made_safe_after_the_publication_wins() -> None:
     chosen = choose(held(manifest(1, 2), synced))
     assert chosen.wanted[b"d/f"].record.gen == 3
     assert not chosen.wanted[b"d/f"].record.published
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_of_several_fsyncs_of_an_open_file_the_last_wins(order: int) -> None:
+    """They have one generation and one modification time: that of the file's creation."""
+    one = Record(path=b"log", fid=4096, gen=2, size=0, mode=0o644, mtime_ns=1)
+    records = [msgspec.structs.replace(one, size=size, made_ns=made) for size, made in ((100, 7), (300, 8), (200, 9))]
+    chosen = choose([Candidate(record, f"1000.2.x-{record.size:x}", ready=True) for record in records[::order]])
+    assert chosen.wanted[b"log"].record.size == 200
 
 
 def test_a_moved_file_leaves_its_old_path() -> None:

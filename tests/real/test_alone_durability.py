@@ -1,5 +1,6 @@
 """One node: what is claimed survives what it says, a dead mount is no empty directory, nothing is dropped."""
 
+import contextlib
 import errno
 import os
 import shutil
@@ -25,6 +26,54 @@ def test_fsync_alone_survives_the_loss_of_the_node(make_cluster: Callable[..., L
     cluster.kill(0)
     cluster.wipe(0)
     assert data in contents_below(cluster.pfs)
+
+
+def lose_and_recover(cluster: LocalCluster) -> None:
+    """The node goes with its memory; ``recover`` gives what it had fsynced its names."""
+    cluster.kill(0)
+    cluster.detach(0)
+    cluster.wipe(0)
+    assert cluster.run(0, "recover", "--to", str(cluster.pfs)).code == EXIT_DONE
+
+
+def test_each_fsync_of_a_file_that_stays_open_takes_the_place_of_the_one_before(
+    make_cluster: Callable[..., LocalCluster],
+) -> None:
+    """A log that is fsynced after each line came back as its first line; every fsync left a copy of it on the PFS."""
+    cluster = make_cluster(1)
+    data = os.urandom(20 * 1000)
+    with open(cluster.nodes[0].mountpoint / "log", "wb", buffering=0) as log:
+        for at in range(0, len(data), 1000):
+            log.write(data[at : at + 1000])
+            os.fsync(log.fileno())
+        assert contents_below(cluster.pfs).count(data) == 1
+        assert [found for found in contents_below(cluster.pfs) if found and data.startswith(found)] == [data]
+        cluster.kill(0)
+        with contextlib.suppress(OSError):  # the mount is dead
+            log.close()
+    lose_and_recover(cluster)
+    assert (cluster.pfs / "log").read_bytes() == data
+
+
+def test_what_was_fsynced_and_renamed_while_it_is_open_has_its_new_name(
+    make_cluster: Callable[..., LocalCluster],
+) -> None:
+    """write, fsync, rename, fsync of the directory, and the close comes later: it came back under the old name."""
+    cluster = make_cluster(1)
+    mount = cluster.nodes[0].mountpoint
+    (mount / "state").write_bytes(b"old")
+    until_stage(mount / "state", "pfs")
+    file, directory = os.open(mount / "state.tmp", os.O_CREAT | os.O_WRONLY), os.open(mount, os.O_RDONLY)
+    os.write(file, b"new")
+    os.fsync(file)
+    os.rename(mount / "state.tmp", mount / "state")
+    os.fsync(directory)
+    cluster.kill(0)
+    for fd in (file, directory):
+        with contextlib.suppress(OSError):  # the mount is dead
+            os.close(fd)
+    lose_and_recover(cluster)
+    assert {path.name: path.read_bytes() for path in cluster.pfs.iterdir() if path.is_file()} == {"state": b"new"}
 
 
 def test_what_was_closed_is_there_after_kill_and_remount(make_cluster: Callable[..., LocalCluster]) -> None:

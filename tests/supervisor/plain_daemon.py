@@ -410,7 +410,8 @@ async def serve(supervisor: Supervisor | None) -> None:
 def main() -> int:
     if os.environ.get("PLAIN_FAIL") == "1" or os.path.exists(ROOT + ".fail"):
         print("plain daemon: told to fail", file=sys.stderr)
-        return 1
+        told = Path(ROOT + ".fail").read_text() if os.path.exists(ROOT + ".fail") else ""
+        return int(told or 1)
     supervisor = Supervisor.from_environ()
     options = set(pyfuse3.default_options) | {"fsname=plain"}
     mountpoint = supervisor.fuse_path if supervisor is not None else sys.argv[1]

@@ -18,6 +18,7 @@ import pytest
 from cachexfs.supervisor import client, messages, wire
 from cachexfs.supervisor.blame import Blame
 from cachexfs.supervisor.lifecycle import EXIT_CANNOT_TELL, EXIT_NOT_DURABLE, Lifecycle, Limits, Phase
+from cachexfs.supervisor.messages import EXIT_TRY_AGAIN
 from cachexfs.supervisor.mount import Place, unmount
 from cachexfs.supervisor.mount import mount as raw_mount
 from cachexfs.supervisor.pending import Pending
@@ -154,6 +155,25 @@ def test_after_giving_up_everything_is_eio_and_restart_tries_again(mount: Mount)
     assert "exit code 1" in str(mount.status()["last_failure"])
     Path(f"{mount.root}.fail").unlink()
     assert mount.ask("restart") == {"said": "trying again"}
+    wait_until(lambda: mount.phase() == "serving", "serves again")
+    assert os.pread(held, 9, 0) == b"kept"
+    os.close(held)
+    assert mount.umount() == 0
+
+
+def test_while_what_a_daemon_needs_is_away_callers_get_eio_and_then_it_goes_on(mount: Mount) -> None:
+    """A daemon died while the catalogue had no majority: after ten tries the mount was given up for good."""
+    mount.up("--max-restarts", "1")
+    (mount.point / "f").write_bytes(b"kept")
+    held = os.open(mount.point / "f", os.O_RDONLY)
+    Path(f"{mount.root}.fail").write_text(f"{EXIT_TRY_AGAIN}")
+    mount.kill_daemon()
+    for _ in range(3):
+        with pytest.raises(OSError, match=os.strerror(errno.EIO)):
+            os.listdir(mount.point)
+    wait_until(lambda: int(str(mount.status()["life"])) > 4, "it is tried again")
+    assert mount.phase() != "failed"
+    Path(f"{mount.root}.fail").unlink()
     wait_until(lambda: mount.phase() == "serving", "serves again")
     assert os.pread(held, 9, 0) == b"kept"
     os.close(held)
@@ -502,11 +522,11 @@ def test_a_daemon_that_answers_between_its_deaths_is_never_given_up() -> None:
 
 def test_a_daemon_that_others_kill_is_never_given_up_once_one_has_served() -> None:
     life = Lifecycle(Limits(restarts_max=3, first_starts_max=1, backoff_s_first=1.0, backoff_s_max=3.0))
-    assert life.failed("SIGKILL", had_progress=False, now=100.0, was_killed=True) is Phase.BACKOFF
-    assert life.failed("SIGKILL", had_progress=False, now=100.0, was_killed=True) is Phase.FAILED
+    assert life.failed("SIGKILL", had_progress=False, now=100.0, is_passing=True) is Phase.BACKOFF
+    assert life.failed("SIGKILL", had_progress=False, now=100.0, is_passing=True) is Phase.FAILED
     life = Lifecycle(Limits(restarts_max=3, backoff_s_first=1.0, backoff_s_max=3.0), has_served=True)
     for _ in range(2000):
-        assert life.failed("SIGKILL", had_progress=False, now=100.0, was_killed=True) is Phase.BACKOFF
+        assert life.failed("SIGKILL", had_progress=False, now=100.0, is_passing=True) is Phase.BACKOFF
     assert life.deadlines["phase"] == 103.0
     for _ in range(3):
         assert life.failed("exit code 1", had_progress=False, now=100.0) is Phase.BACKOFF
