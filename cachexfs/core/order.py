@@ -257,6 +257,12 @@ class PendingOrder:
         queue = self._at.get(path)
         return queue is not None and next(queue.between(self._ops[key][0]), None) is not None
 
+    def put_after(self, key: bytes, path: bytes) -> bool:
+        """Whether a later content of the file that ``key`` is about is going to land at this very path."""
+        seq, op = self._ops[key]
+        later = (self._ops[other][1] for _, other in self._at[path].between(seq)) if path in self._at else ()
+        return any(put.kind == OpKind.PUT and put.fid == op.fid for put in later)
+
     def at_or_below(self, path: bytes) -> Iterator[tuple[bytes, Op]]:
         """Operations on a path and on what lies below it, in order."""
         found = {seq for queue in self._queues((self._at, path), (self._under, path)) for seq in queue.between(None)}

@@ -65,7 +65,7 @@ class Drainer:
         self.stay_open = StayOpen(node, files)
         self.puts = Puts(node, self.owners, self.ready)
         self.waits = self.puts.waits
-        self.names.changes_after = self.waits.order.changes_after
+        self.names.order = self.waits.order
         self.errors = DrainErrors(node, self.owners, self.progress)
         self._turns = Turns(max(1, node.options.drain_workers), self._is_away)
         self._in_use: dict[int, dict[bytes, None]] = {}  # file id -> PUTs that wait for the last close

@@ -18,6 +18,7 @@ import trio
 from cachexfs.core import publication
 from cachexfs.core import records as rec
 from cachexfs.core.changes import finish_op
+from cachexfs.core.order import PendingOrder
 from cachexfs.core.records import Inode, Op, OpKind, PfsCopy
 from cachexfs.core.transaction import Tx
 from cachexfs.engine.content import Reader
@@ -40,8 +41,7 @@ class DrainNames:
         self._hung_at: dict[int, bytes] = {}  # directory -> where a call that was given up may still set its attributes
         #: whether a checkpoint's commit file (file id) and all that it names are there, but for its own name
         self.whole: Callable[[int], Awaitable[bool]] = _unknown
-        #: whether something later than an operation (by key) is going to change a path
-        self.changes_after: Callable[[bytes, bytes], bool] = lambda key, path: False
+        self.order = PendingOrder()  # that all pending operations stand in
 
     @property
     def _pfs(self) -> Pfs:
@@ -116,7 +116,7 @@ class DrainNames:
         found = await self._stat(op.path) if inode is None else None
         if inode is None and (found is None or found.kind != "d"):
             try:
-                if found is not None or not self.changes_after(key, op.path2):
+                if found is not None or not self.order.changes_after(key, op.path2):
                     await self._run("unlink", op.path2)
                 await self._run("unlink", op.path)
             except IsADirectoryError:
@@ -134,7 +134,8 @@ class DrainNames:
                 return
             if there is None or there.kind != inode.kind:
                 raise
-            if inode.pfs is not None and inode.pfs.gen and inode.kind == "f" and there.ino != inode.pfs.ino:
+            landed = inode.pfs if inode.kind == "f" and not self.order.put_after(key, op.path2) else None
+            if landed is not None and landed.gen and there.ino != landed.ino:
                 raise
             # Done before, and perhaps not synced: these sync both directories.
             times = self.node.catalogue.view.dir_times(op.fid)

@@ -9,7 +9,7 @@ import pytest
 import trio
 import trio.testing
 from sim_check import Checkers, Saves
-from test_found import NAMES, Scene, scene
+from test_found import NAMES, Scene, _overwrite, scene
 
 from cachexfs.core.records import Generation, Op, OpKind, decode, generation_key, inode_key, op_key
 from cachexfs.core.replica import Change, Replica
@@ -315,3 +315,26 @@ async def test_what_was_still_to_land_of_a_forgotten_file_is_kept(scene: Scene) 
     await scene.drained()
     assert scene.life.staging.orphans() == [op.stage]
     assert scene.life.staging.used_bytes == 0
+
+
+@scene(fsync="returned")
+async def test_a_rename_that_has_been_and_whose_next_content_is_pending_holds_nothing_up(scene: Scene) -> None:
+    """ENOENT for ever: what lay there was of a content whose landing had been forgotten, and whose bytes were gone."""
+    await scene.write(b"a", b"first")
+    await scene.drained()
+    scene.faults.away = True
+    await _overwrite(scene, b"a", b"second")
+    await scene.rename(b"a", b"b")
+    await _overwrite(scene, b"b", b"the third")
+    lost = after(scene)
+    scene.before = lambda step: setattr(scene.faults, "away", scene.faults.away or step == "rename")
+    scene.faults.away = False
+    with trio.fail_after(100):
+        while scene.on_pfs(b"b") is None:  # noqa: ASYNC110
+            await trio.sleep(0.1)
+    scene.before = lambda step: None
+    scene.faults.away = False
+    await forgets(scene, lost)
+    assert scene.on_pfs(b"b") == b"second"
+    await scene.drained()
+    assert [scene.on_pfs(name) for name in (b"a", b"b")] == [None, b"the third"]
