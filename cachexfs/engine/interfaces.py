@@ -127,6 +127,7 @@ class Synced:
     version: int
     size: int
     copies: tuple[Copy, ...]
+    path: bytes  # as the copies' manifests have it
 
 
 class ContentSource(Protocol):

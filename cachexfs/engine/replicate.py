@@ -114,9 +114,16 @@ class Replicator:
         while stack and self.node.replica_count and self.node.peers is not None:
             fid = stack.pop()
             stack += [entry.fid for entry in view.children(fid).values()]
-            if self._holders_beyond(fid):
+            if self._holders_beyond(fid) or self._has_moved(fid):
                 self._renewed[fid] = None
                 self._renew_wake.set()
+
+    def _has_moved(self, fid: int) -> bool:
+        """Whether partners know what was fsynced of a file in progress by another path than it has now."""
+        vnode = self.files.known(fid)
+        if vnode is None or not vnode.dirty or vnode.synced is None:
+            return False
+        return vnode.synced.path != self.reader.path(fid)
 
     def _holders_beyond(self, fid: int) -> list[str]:
         """Other nodes with a replica of a file's content, if it is this node that keeps their manifests right."""
@@ -168,10 +175,18 @@ class Replicator:
                 if vnode is None or not vnode.dirty:
                     del self._renewed[fid]
                     await self._renew_manifests(fid)
+                elif self._has_moved(fid):
+                    await self._sync_again(vnode)
             if self._renewed:  # being written, or just being published
                 with trio.move_on_after(RENEW_AGAIN_S):
                     await self._renew_wake.wait()
                 self._renew_wake.set()
+
+    async def _sync_again(self, vnode: Vnode) -> None:
+        try:
+            await self.sync(vnode)
+        except (CacheXError, OSError, trio.TooSlowError) as error:
+            log.debug("what was fsynced of %r has its old path at the partner: %s", vnode.fid, error)
 
     async def _renew_manifests(self, fid: int) -> None:
         """Tell the partners a file's present path, attributes and base. The bytes stay as they are."""
@@ -266,7 +281,8 @@ class Replicator:
             raise NotDurableError("no live partner")
         base_gen = vnode.content.gen
         version, size, digests = await self.files.publishing.snapshot(vnode)
-        if vnode.synced is not None and (vnode.synced.version, vnode.synced.size) == (version, size):
+        is_same = vnode.synced is not None and (vnode.synced.version, vnode.synced.size) == (version, size)
+        if is_same and not self._has_moved(vnode.fid):
             return
         inode = self.node.catalogue.view.inode(vnode.fid)
         if inode is None or size == 0:
@@ -279,7 +295,7 @@ class Replicator:
         finally:
             os.close(fd)
         if vnode.stage == stage:
-            vnode.synced = Synced(version, size, tuple(copies))
+            vnode.synced = Synced(version, size, tuple(copies), manifest.path)
         ctx, fid = self.node.ctx(), vnode.fid
         await self.node.catalogue.mutate(
             lambda tx: publication.note_synced(

@@ -65,6 +65,22 @@ def test_a_dead_jobs_checkpoint_comes_back_and_a_second_run_has_nothing_to_do(
     assert two.run(0, "latest", str(two.pfs / "run")).out == f"{two.pfs}/run/step-1\n"
 
 
+def test_what_is_renamed_while_it_is_open_comes_back_under_its_new_name(two: LocalCluster) -> None:
+    """write, fsync, rename, and the close comes later: the partner's manifest kept the old name until then."""
+    mount = two.nodes[0].mountpoint
+    with pfs_away(two):
+        fd = os.open(mount / "state.tmp", os.O_CREAT | os.O_WRONLY)
+        os.write(fd, b"new")
+        os.fsync(fd)
+        os.rename(mount / "state.tmp", mount / "state")
+        until("the partner knows", lambda: [file["path"] for file in held(two, 1)] == ["state"])
+        kill_all(two)
+        with contextlib.suppress(OSError):  # the mount is dead
+            os.close(fd)
+    assert outcomes(recover(two, 1, "--json")) == {"state": "published"}
+    assert flat(two.pfs) == {"state": b"new"}
+
+
 def test_list_shows_what_is_held_and_whether_it_is_whole(two: LocalCluster) -> None:
     mounts = [node.mountpoint for node in two.nodes]
     with pfs_away(two):
