@@ -101,7 +101,7 @@ class Publisher:
             row = self.target.lstat(path)
             if row is None:
                 self._open[path] = candidate
-            elif row[0] == "f" and record.base == (row[5], row[4], row[9]):
+            elif row[0] == "f" and (record.base == (row[5], row[4], row[9]) or self._is_earlier(candidate, row[4])):
                 self._open[path] = candidate
                 self._over.add(path)
             elif row[0] == "f" and row[4] == record.size and self._is_there(candidate):
@@ -112,6 +112,12 @@ class Publisher:
                 self._end(candidate, "conflict", f"the PFS has {what} that this content was not based on")
         except OSError as error:
             self._failed(candidate, error)
+
+    def _is_earlier(self, candidate: Candidate, size: int) -> bool:
+        """Whether an earlier content of the file lies at its path: it has landed after the record was made."""
+        trees = {tree for length, tree in candidate.record.earlier if length == size}
+        content = self.target.content(candidate.path) if trees else None
+        return content is not None and content.tree in trees
 
     def _is_there(self, candidate: Candidate) -> bool:
         content = self.target.content(candidate.path)

@@ -76,6 +76,22 @@ def test_what_was_fsynced_and_renamed_while_it_is_open_has_its_new_name(
     assert {path.name: path.read_bytes() for path in cluster.pfs.iterdir() if path.is_file()} == {"state": b"new"}
 
 
+def test_an_fsync_counts_though_an_earlier_content_lands_after_it(make_cluster: Callable[..., LocalCluster]) -> None:
+    """``recover`` took the landed one for somebody else's, and called it a conflict."""
+    cluster = make_cluster(1)
+    path = cluster.nodes[0].mountpoint / "f"
+    path.write_bytes(b"first")
+    fd = os.open(path, os.O_WRONLY | os.O_TRUNC)
+    os.write(fd, b"second")
+    os.fsync(fd)
+    until("the first has landed", lambda: (cluster.pfs / "f").exists())
+    cluster.kill(0)
+    with contextlib.suppress(OSError):  # the mount is dead
+        os.close(fd)
+    lose_and_recover(cluster)
+    assert (cluster.pfs / "f").read_bytes() == b"second"
+
+
 def test_what_was_closed_is_there_after_kill_and_remount(make_cluster: Callable[..., LocalCluster]) -> None:
     cluster = make_cluster(1)
     mount = cluster.nodes[0].mountpoint
