@@ -12,7 +12,8 @@ from typing import Annotated
 import msgspec
 
 from cachexfs.core.digest import BLOCK_BYTES, DIGEST_BYTES, block_count, tree_digest
-from cachexfs.core.records import FID_STEP
+from cachexfs.core.records import FID_STEP, OpKind
+from cachexfs.core.replica import Replica
 from cachexfs.errors import CorruptError
 
 MANIFEST_VERSION = 1
@@ -21,6 +22,7 @@ FILE_BYTES_MAX = 500 << 30
 PATH_BYTES_MAX = 4096
 #: Files that the manifest of a commit file lists at most, and bytes of their names: they share its payload.
 MEMBERS_MAX = 50_000
+EARLIER_MAX = 16
 MEMBER_BYTES_MAX = 6 << 20
 STAGE_PATTERN = r"\A[0-9a-f][0-9a-f.-]{0,99}\Z"
 
@@ -61,7 +63,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     after the other, ``tree`` the digest of those, ``digest`` the file's. ``revision`` is the catalogue's at
     publication, 0 before it: ``published`` is false for bytes that only an fsync made safe. ``base`` is what the PFS
     had under this path, None for nothing. ``members`` of a commit file are the files beside and below it, so that
-    ``recover`` never takes a set of mixed generations for whole; empty: not known.
+    ``recover`` never takes a set of mixed generations for whole; empty: not known. ``earlier``: see ``still_to_land``.
 
     Fields are only ever added at the end, with a default: older manifests lack them, older readers pass over them.
     """
@@ -85,6 +87,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     published: bool
     base: Base | None = None
     members: Annotated[tuple[Member, ...], msgspec.Meta(max_length=MEMBERS_MAX)] = ()
+    earlier: Annotated[tuple[tuple[int, bytes], ...], msgspec.Meta(max_length=EARLIER_MAX)] = ()
 
     def block(self, index: int) -> bytes:
         """Digest of block ``index``."""
@@ -94,6 +97,16 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     def block_count(self) -> int:
         """Number of blocks of 1 MiB, the last one possibly short."""
         return len(self.blocks) // DIGEST_BYTES
+
+
+def still_to_land(view: Replica, fid: int, gen: int) -> tuple[tuple[int, bytes], ...]:
+    """(size, tree digest) of contents of a file before ``gen`` that may land after somebody has noted its base."""
+    pending = [op for _, op in view.ops_of(fid) if op.kind == OpKind.PUT and op.gen < gen]
+    found = [(op.size, op.tree) for op in pending if op.tree]
+    content = view.generation(fid)
+    if content is not None and content.gen < gen and content.tree:
+        found.append((content.size, content.tree))
+    return tuple(found[-EARLIER_MAX:])
 
 
 _encoder = msgspec.msgpack.Encoder()

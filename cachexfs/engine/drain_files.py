@@ -20,6 +20,7 @@ import trio
 from cachexfs.core import records as rec
 from cachexfs.core.changes import finish_op
 from cachexfs.core.landed import same_time
+from cachexfs.core.manifest import still_to_land
 from cachexfs.core.records import Generation, Inode, Op, OpKind, PfsCopy
 from cachexfs.core.replica import Applied
 from cachexfs.core.transaction import Tx
@@ -34,7 +35,6 @@ log = logging.getLogger(__name__)
 
 STALL_S = 20.0  # without progress, a call on the PFS counts as hung
 _GEN_MAX = 1 << 62
-EARLIER_MAX = 16
 WITHHELD = "kept off the PFS, because a file that it names has changed or is lost"
 
 
@@ -199,7 +199,7 @@ class DrainFiles:
     def _record(self, op: Op, inode: Inode | None, attrs: PfsAttrs, size: int, tree: bytes) -> bytes:
         base = inode.pfs if inode is not None else None
         self._made_ns = max(self._made_ns + 1, self.node.clock.now_ns())
-        earlier = [[now.size, now.tree] for now in self._earlier(op) if now.tree][-EARLIER_MAX:]
+        earlier = still_to_land(self.node.catalogue.view, op.fid, op.gen)
         return msgspec.msgpack.encode(
             {"path": op.path, "fid": op.fid, "gen": op.gen, "size": size, "node": self.node.name,
              "job": self.node.options.job, "tree": tree,
@@ -207,13 +207,6 @@ class DrainFiles:
              "mode": attrs.mode, "uid": attrs.uid, "gid": attrs.gid, "mtime_ns": attrs.mtime_ns,
              "base": None if base is None else [base.ino, base.size, base.mtime_ns]}
         )  # fmt: skip
-
-    def _earlier(self, op: Op) -> list[Generation | Op]:
-        """Contents of the file that may land before this one: the PFS then has what the record does not call its base."""
-        view = self.node.catalogue.view
-        pending = [now for _, now in view.ops_of(op.fid) if now.kind == OpKind.PUT and now.gen < op.gen]
-        content = view.generation(op.fid)
-        return [*pending, content] if content is not None and content.gen < op.gen else list(pending)
 
     def has_source(self, op: Op) -> bool:
         """Whether this node has the bytes of a PUT."""

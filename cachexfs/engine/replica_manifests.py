@@ -12,7 +12,7 @@ from collections import OrderedDict
 
 from cachexfs.core import records as rec
 from cachexfs.core.commitfiles import POINTER_BYTES_MAX, is_commit_name, is_pointer_name, pointer_target
-from cachexfs.core.manifest import LATER, MEMBERS_MAX, Base, Manifest, Member
+from cachexfs.core.manifest import LATER, MEMBERS_MAX, Base, Manifest, Member, still_to_land
 from cachexfs.core.records import ROOT_FID, Dirent, Generation, Inode
 from cachexfs.core.replica import Applied
 from cachexfs.engine.content import Reader
@@ -58,12 +58,14 @@ class Manifests:
         # A hidden (withdrawn) one, too: where it is not under the path, nothing is.
         if inode.pfs is not None and inode.pfs.gen != (content.gen if content else -1):
             base = Base(inode.pfs.ino, inode.pfs.size, inode.pfs.mtime_ns)
+        gen = content.gen if content else inode.gen + 1
         return Manifest(
             fid=fid, path=path, stage=stage, size=size, digest=digests[0], tree=digests[1],
             blocks=b"".join(digests[2]), mode=inode.mode, uid=inode.uid, gid=inode.gid, mtime_ns=inode.mtime_ns,
-            atime_ns=inode.atime_ns, gen=content.gen if content else inode.gen + 1, origin=self.node.name,
+            atime_ns=inode.atime_ns, gen=gen, origin=self.node.name,
             revision=self.node.catalogue.view.published_at(fid) if content else 0, published=content is not None,
             base=base, members=self._members(fid, path, content) if content else (),
+            earlier=still_to_land(self.node.catalogue.view, fid, gen),
         )  # fmt: skip
 
     def _members(self, fid: int, path: bytes, content: Generation) -> tuple[Member, ...]:

@@ -81,6 +81,21 @@ def test_what_is_renamed_while_it_is_open_comes_back_under_its_new_name(two: Loc
     assert flat(two.pfs) == {"state": b"new"}
 
 
+def test_what_was_fsynced_takes_the_place_of_what_landed_after_it(two: LocalCluster) -> None:
+    """The partner's manifest did not know of it: it passed for somebody else's content, a conflict."""
+    path = two.nodes[0].mountpoint / "f"
+    path.write_bytes(b"first")
+    fd = os.open(path, os.O_WRONLY | os.O_TRUNC)
+    os.write(fd, b"second")
+    os.fsync(fd)
+    until("the first has landed", lambda: (two.pfs / "f").exists())
+    kill_all(two)
+    with contextlib.suppress(OSError):  # the mount is dead
+        os.close(fd)
+    assert recover(two, 1).code == EXIT_DONE
+    assert flat(two.pfs) == {"f": b"second"}
+
+
 def test_list_shows_what_is_held_and_whether_it_is_whole(two: LocalCluster) -> None:
     mounts = [node.mountpoint for node in two.nodes]
     with pfs_away(two):
