@@ -26,7 +26,7 @@ from cachexfs.core import publication
 from cachexfs.core.digest import BLOCK_BYTES, block_count, block_digest, block_length, split_blocks, tree_digest
 from cachexfs.core.landed import CHANGED, Landed
 from cachexfs.core.records import Copy, Generation, Inode
-from cachexfs.engine.copying import copy_bytes
+from cachexfs.engine.copying import copy_bytes, write_all
 from cachexfs.engine.fill import Fills
 from cachexfs.engine.node import Node
 from cachexfs.engine.pfs_copies import PfsCopies
@@ -132,7 +132,7 @@ class Reader:
         async def one(index: int) -> None:
             async with slots:
                 block, source = await self._fetch(fid, content, index)
-                os.pwrite(fd, block[: end - index * BLOCK_BYTES], index * BLOCK_BYTES)
+                write_all(fd, block[: end - index * BLOCK_BYTES], index * BLOCK_BYTES)
                 grown()
                 self.count(fid, source, len(block))
 

@@ -48,6 +48,13 @@ async def copy_bytes(source: int, target: int, length: int) -> None:
         await trio.to_thread.run_sync(work)
 
 
+def write_all(fd: int, data: bytes, offset: int) -> None:
+    """pwrite of all of it: memory or a disk that is nearly full takes a part at first. Raises ``OSError``."""
+    done = 0
+    while done < len(data):
+        done += os.pwrite(fd, memoryview(data)[done:], offset + done)
+
+
 def _copy_data(source: int, target: int, offset: int, end: int) -> int:
     """Copy bytes that are no hole; returns ``end``."""
     try:

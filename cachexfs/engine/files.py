@@ -14,6 +14,7 @@ exchange of a staging file, ``publish_lock`` makes publications of a file happen
 from __future__ import annotations
 
 import errno
+import logging
 import os
 from collections.abc import Callable
 
@@ -29,6 +30,8 @@ from cachexfs.engine.unpublished import Unpublished
 from cachexfs.engine.vnode import UNWRITABLE, Handle, Vnode, keep_last, last_xattrs
 from cachexfs.engine.writing import Writing
 from cachexfs.errors import CacheXError, FsError, quoted
+
+log = logging.getLogger(__name__)
 
 REMOVED_DIRS_MAX = 1024  # the kernel forgets almost all of them at once
 
@@ -334,10 +337,13 @@ class Files:
         vnode = self._current.get(fid)
         if vnode is not None:
             vnode.last = inode
-            if vnode.fd < 0 and vnode.handles and not vnode.content.size and inode.kind == "f":
-                vnode.stage = self.source.new_stage(fid, vnode.content.gen + 1)  # for its attributes alone
-                vnode.fd = self.node.staging.create(vnode.stage)
-            keep_last(vnode)
+            try:
+                if vnode.fd < 0 and vnode.handles and not vnode.content.size and inode.kind == "f":
+                    stage = self.source.new_stage(fid, vnode.content.gen + 1)  # for its attributes alone
+                    vnode.fd, vnode.stage = self.node.staging.create(stage), stage
+                keep_last(vnode)
+            except OSError as error:  # others are still to hear of what has happened
+                log.warning("%x: what it was would not outlive this daemon: %s", fid, error)
 
     def was_orphaned(self, fid: int, inode: Inode) -> None:
         """A file lost its last name by a request of the last daemon, which may have died before it could note that."""
@@ -354,12 +360,15 @@ class Files:
         content = vnode.content
         if vnode.fd >= 0 or not vnode.handles or not content.stage:
             return
-        if self._open_local(vnode):
-            return
-        path = self.node.local_path(content.stage, content.size)
-        if path is not None:
-            vnode.fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-            vnode.sealed = UNWRITABLE
+        try:
+            if self._open_local(vnode):
+                return
+            path = self.node.local_path(content.stage, content.size)
+            if path is not None:
+                vnode.fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+                vnode.sealed = UNWRITABLE
+        except OSError as error:  # others are still to hear of what has happened
+            log.error("%x is open, and cannot be read any more: %s", fid, error)
 
     # ---- reading
     async def read(self, vnode: Vnode, offset: int, length: int) -> bytes:

@@ -54,6 +54,7 @@ class World(Protocol):
     fsync: str
     tight: bool  # staging is small
     trouble: bool  # the PFS may fail now
+    refusals: tuple[int, ...]  # what any call may fail with while there is trouble
     planted: bool  # the PFS was populated before, and some of it may have to be looked at first
 
     loss: Loss | None  # that the clients have not met yet
@@ -136,6 +137,8 @@ class Client:
             if not life.supervised:
                 raise Killed
             again = True
+        if self.world.trouble:
+            accept = (*accept, *self.world.refusals)
         if self.world.planted and self.world.trouble:
             accept = (*accept, errno.EIO)  # what was there before could not be looked at
         if again and outcome.errno == done:
@@ -286,13 +289,19 @@ class Client:
         old = self.tree[path].data if path in self.tree else b""
         after = self.put(path, old.ljust(at, b"\0")[:at] + piece + old[at + len(piece) :])
 
-        async def write(fs: SimFilesystem) -> None:
-            if of.passed:
-                self.world.kernel.write(of, at, piece)
-            else:
-                await fs.write(of.handle, at, piece)
+        async def write(fs: SimFilesystem) -> int:
+            if not of.passed:
+                return await fs.write(of.handle, at, piece)
+            self.world.kernel.write(of, at, piece)
+            return len(piece)
 
-        return not (await self.step(after, write, *self.no_room(), life=life)).errno
+        outcome = await self.step(after, write, *self.no_room(), life=life)
+        if outcome.errno or outcome.value == len(piece):
+            return not outcome.errno
+        assert isinstance(outcome.value, int)
+        end = at + outcome.value  # a part: the rest is tried again
+        self.tree = self._after = self.put(path, (old.ljust(at, b"\0")[:at] + piece)[:end] + old[end:])
+        return await self.write_at(life, of, path, end, piece[outcome.value :])
 
     async def close(self, life: Life, of: OpenFile) -> None:
         """close(2): returns after FLUSH, RELEASE comes some time later."""

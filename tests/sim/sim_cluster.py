@@ -40,6 +40,7 @@ class Seat:
     disk: Disk | None = None
     planted = True  # without the catalogue a name that is not known cannot be told from one that is not there
     tight = False
+    refusals: tuple[int, ...] = ()
 
     def __init__(self, cluster: Cluster, name: str, options: MountOptions) -> None:
         self.cluster, self.name, self.options = cluster, name, options

@@ -78,6 +78,7 @@ class SimStaging(Staging):
     dead = False
     peak_bytes = 0
     disk: Disk | None = None
+    on_memory: Callable[[str], None] = staticmethod(lambda what: None)  # before a call on the tmpfs; may raise
 
     def _on_disk(self, what: str) -> None:
         if self.disk is not None:
@@ -86,8 +87,7 @@ class SimStaging(Staging):
     def create(self, stage: str, *, spilled: bool = False) -> int:
         if self.dead:
             raise OSError(5, "dead")
-        if spilled:
-            self._on_disk("create")
+        (self._on_disk if spilled else self.on_memory)("create")
         return super().create(stage, spilled=spilled)
 
     def spill_room_bytes(self) -> int:

@@ -32,6 +32,7 @@ class Run:
     events: Sequence[str] = ("kill", "kill", "cut", "faults", "away", "full", "calm")
     worker: type[Worker] = Worker
     disk: Disk | None = None
+    refusals: tuple[int, ...] = ()
 
     def __init__(self, seed: int, directory: str, *, trace: bool = False) -> None:
         self.seed, self.random, self._traces = seed, random.Random(seed), trace

@@ -27,6 +27,7 @@ from sim_fill import Fill
 from sim_journal import Journal
 from sim_limit import Limits, limited, processor_limit
 from sim_one import Run
+from sim_ram import Ram
 from sim_recover import Recover
 from sim_rotate import Rotate
 from sim_steps import Steps
@@ -86,6 +87,7 @@ def inline_threads(seed: int) -> Iterator[None]:
 SCENARIOS: dict[str, Callable[..., Run | Cluster]] = {
     "one": Run,
     "fill": Fill,
+    "ram": Ram,
     "cluster": Cluster,
     "routes": Routes,
     "recover": Recover,

@@ -168,3 +168,20 @@ async def test_a_commit_file_whose_rename_could_not_be_noted_stays_until_the_nex
     checkers.commit_last("the end")
     assert checkers.kept.checked
     assert scene.on_pfs(b"d/.metadata") == commit_file(9, after)
+
+
+@scene(fsync="returned")
+async def test_a_file_that_is_removed_while_it_is_open_and_memory_refuses_lands_its_removal(scene: Scene) -> None:
+    """unlink(2) gave ENOSPC, though it was done; and the drain never heard of it."""
+    await scene.write(b"a", b"")
+    await scene.drained()
+    handle = await scene.fs.open(await scene.ino(b"a"), os.O_WRONLY)
+
+    def refuse(what: str) -> None:
+        raise OSError(errno.ENOSPC, what)
+
+    scene.life.staging.on_memory = refuse
+    await scene.unlink(b"a")
+    await scene.drained()
+    assert scene.on_pfs(b"a") is None
+    await scene.fs.release(handle)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 
+import pytest
 import trio
 from sim_check import commit_file
 from test_found import Scene, _overwrite, die_at, scene
@@ -325,3 +326,20 @@ async def test_a_file_of_another_save_that_is_brought_over_a_copy_is_no_part_of_
     await trio.sleep(60)
     assert await _restartable(scene) == "no"
     assert scene.on_pfs(b"s/m") == b"two" or scene.on_pfs(b"s/.metadata") is None
+
+
+@scene(planted={b"a": ("f", 0o644, b"0123456789" * 1000)})
+async def test_what_memory_takes_a_part_of_at_first_is_copied_as_a_whole(scene: Scene) -> None:
+    """The rest of the private copy was zeros, and was published."""
+    write = os.pwrite
+
+    def short(fd: int, data: bytes, offset: int) -> int:
+        return write(fd, data[: max(1, len(data) // 2)], offset)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "pwrite", short)
+        handle = await scene.fs.open(await scene.ino(b"a"), os.O_WRONLY)
+        await scene.fs.write(handle, 0, b"x")
+        await scene.close(handle)
+    await scene.drained()
+    assert scene.on_pfs(b"a") == b"x" + (b"0123456789" * 1000)[1:]

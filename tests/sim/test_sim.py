@@ -52,6 +52,7 @@ FOUND = {
         220775,
     ],
     "steps": [300121],
+    "ram": [1, 34, 42, 47, 58],
     "routes": [1312, 35, 59, 22041, 31048],
     "recover": [31117],
     "fill": [22046, 31007],
@@ -120,6 +121,7 @@ def test_a_run_that_does_not_end_says_what_waits(how: str) -> None:
 KINDS = {
     "disks": (range(12), {"a power cut", "a replica", "changed", "cut", "unreadable"}),
     "journal": (range(14), {"tail", "middle", "zeros", "version", "contents in staging"}),
+    "ram": (range(8), {"write", "create", "a part"}),
     "steps": (range(8), {"dead before", "dead after", "refused", "stuck", "concealed"}),
     "behind": (
         range(12),
