@@ -50,6 +50,7 @@ class Ctx:
     members_of: MembersOf = field(default=lambda fid, gen: None)
     route: str = "partner"  # or ``direct``, or ``auto``: then ``choose`` says, where nothing is decided yet
     choose: Callable[[], str] = field(default=lambda: "partner")
+    keeps: Callable[[int], bool] = field(default=lambda fid: False)  # commit file: the last one on the PFS, for now
 
 
 @dataclass(frozen=True, slots=True)

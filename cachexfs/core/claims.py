@@ -1,6 +1,7 @@
 """Commit files on the PFS, and when their claim falls there: before what they name changes.
 
-Role: pure; see ``changes``. A member that is *removed* takes the commit file off the PFS first. A member that is
+Role: pure; see ``changes``. A member that is *removed* takes the commit file off the PFS first; the last whole
+checkpoint there stays until the next one has landed (``lasting``). A member that is
 *overwritten* must not take the last whole checkpoint away while the next one is being written: the withdrawal is issued
 *held*, all that is later in the directory waits for it (``order``), ready under hidden names, and ``engine/claims``
 releases it when the mount has another commit file there and everything before that is ready (``successor``), or when
@@ -63,15 +64,30 @@ def withdraw_commits(
         if (inode.stale, inode.mixed) != (True, mixed):
             tx.put(inode_key(entry.fid), msgspec.structs.replace(inode, stale=True, mixed=mixed))
         claimed = claimed or landing
+        lasting = not hold and not torn and ctx.keeps(entry.fid)
         for key, op in tx.ops_of(entry.fid) if torn else ():
             if op.kind in _LANDS and lands_at(op) == path:
                 tx.put(key, msgspec.structs.replace(op, cancelled=True))
         if visible:
-            issue(tx, ctx, Op(OpKind.WITHDRAW, path, ctx.node, fid=entry.fid, gen=inode.gen, held=hold))
-            issue_dirattr(tx, ctx, parent)
-        elif pending and not hold:
+            _withdraw(tx, ctx, parent, path, entry.fid, inode.gen, hold=hold, lasting=lasting)
+        elif pending and not hold and not lasting:
             release(tx, pending)
     return claimed
+
+
+def _withdraw(tx: Tx, ctx: Ctx, parent: int, path: bytes, fid: int, gen: int, *, hold: bool, lasting: bool) -> None:
+    held = hold or lasting
+    issue(tx, ctx, Op(OpKind.WITHDRAW, path, ctx.node, fid=fid, gen=gen, held=held, lasting=lasting))
+    issue_dirattr(tx, ctx, parent)
+
+
+def keep_last(tx: Tx, ctx: Ctx, parent: int, path: bytes, fid: int) -> None:
+    """Before a commit file is removed itself: if it is the last one on the PFS it stays there for now."""
+    inode = tx.inode(fid)
+    if inode is None or inode.pfs is None or inode.pfs.hidden or inode.nlink > 1 or not ctx.keeps(fid):
+        return
+    if not any(op.kind in (*_LANDS, OpKind.WITHDRAW) for _, op in tx.ops_of(fid)):
+        _withdraw(tx, ctx, parent, path, fid, inode.gen, hold=False, lasting=True)
 
 
 def _is_newer(tx: Tx, parent: int, name: bytes, commit: int) -> bool:

@@ -25,8 +25,8 @@ from cachexfs.core.changes import (
     path_of,
     touch,
 )
-from cachexfs.core.claims import withdraw_commits
-from cachexfs.core.order import parent_of
+from cachexfs.core.claims import keep_last, withdraw_commits
+from cachexfs.core.order import lists_members, parent_of
 from cachexfs.core.records import (
     ROOT_FID,
     Dirent,
@@ -173,6 +173,8 @@ def unlink(tx: Tx, ctx: Ctx, parent: int, name: bytes) -> int:
         raise FsError(errno.EISDIR)
     above = path_of(tx, parent)
     claimed = withdraw_commits(tx, ctx, parent, above, name, hold=False)
+    if lists_members(name):
+        keep_last(tx, ctx, parent, join(above, name), entry.fid)
     tx.delete(dirent_key(parent, name))
     touch(tx, ctx, parent)
     _remove_name(tx, ctx, entry.fid, join(above, name), claimed=claimed)

@@ -227,12 +227,15 @@ class Replica:
         path = self.path(fid)
         return path is not None and any(above in self._renames for above in (path, *ancestors(path)))
 
+    def pending_renames(self, path: bytes) -> Iterator[bytes]:
+        """Keys of pending renames and links that bring a path, or a directory above it, to its name."""
+        return (key for above in (path, *ancestors(path)) for key in self._renames.get(above, ()))
+
     def before_renames(self, path: bytes) -> list[bytes]:
         """A path, then what it was before each pending rename and link, taken back one by one from the last."""
         found, before = [path], None
         while self._renames:
-            keys = (key for above in (path, *ancestors(path)) for key in self._renames.get(above, ()))
-            places = ((self._ops[key].created, key) for key in keys)
+            places = ((self._ops[key].created, key) for key in self.pending_renames(path))
             before = max((place for place in places if before is None or place < before), default=None)
             if before is None:
                 break

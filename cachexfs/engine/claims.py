@@ -3,7 +3,8 @@
 Role: level-triggered. A checkpoint that is whole on the PFS and is being overwritten keeps its commit file and its
 members there (``core/claims``: a held withdrawal) until its successor is ready under hidden names: then this releases
 the withdrawal, and the drain lands everything, commit file last. A commit file that was withdrawn and whose checkpoint
-is whole again comes back. Without room in memory a withdrawal is released early: a save must not fail for the sake of
+is whole again comes back. The last one on the PFS, when it is removed, goes once the next has landed (``LastWhole``).
+Without room in memory a withdrawal is released early: a save must not fail for the sake of
 an older one.
 
 Concurrency: one task looks at the directories in which something has changed. Each withdrawal, and each withdrawn
@@ -26,6 +27,7 @@ from cachexfs.core.transaction import Tx
 from cachexfs.engine.commit_files import UNREADABLE_NOW
 from cachexfs.engine.completeness import Checkpoint, Completeness
 from cachexfs.engine.drain import Drainer
+from cachexfs.engine.last_whole import LastWhole
 from cachexfs.engine.node import Node
 from cachexfs.errors import CacheXError, CannotTellError
 
@@ -39,10 +41,11 @@ GRACE_S = 1.0
 class Claims:
     """Releases withdrawals, brings commit files back."""
 
-    def __init__(self, node: Node, completeness: Completeness, drainer: Drainer) -> None:
+    def __init__(self, node: Node, completeness: Completeness, drainer: Drainer, last_whole: LastWhole) -> None:
         self.node = node
         self.completeness = completeness
         self.drainer = drainer
+        self.last_whole = last_whole
         self._held: dict[bytes, None] = {}  # withdrawals that are held, of all nodes
         self._withdrawn: dict[int, None] = {}  # commit files that are not under their name on the PFS
         self._changed: set[bytes] = set()  # directories in or below which something has changed
@@ -50,11 +53,14 @@ class Claims:
         self._pressed = False
         self._graced: dict[bytes, None] = {}  # withdrawals whose commit file was removed a while ago
         self._nursery: trio.Nursery | None = None
+        self._lasting: set[bytes] = set()  # paths of commit files that are looked at again after a while
         drainer.names.whole = self.whole
+        last_whole.on_change = self._look_at_lasting
 
     # ---- following the catalogue
     def load(self) -> None:
         """Take in the state when the engine starts."""
+        self.last_whole.load()
         for key, entry in self.node.catalogue.view.items():
             if key.startswith((b"i/", b"p/")):
                 self._notice(key, None, entry.record)
@@ -91,6 +97,11 @@ class Claims:
         for path in paths:
             self._changed.update(ancestors(path))
         self._wake.set()
+
+    def _look_at_lasting(self) -> None:
+        ops = (self.node.catalogue.view.op(key) for key in self._held)
+        if paths := [op.path for op in ops if op is not None and op.lasting]:
+            self._look_at(*paths)
 
     def pressed(self) -> None:
         """A writer waits for memory."""
@@ -151,6 +162,12 @@ class Claims:
 
     async def _decide(self, key: bytes, op: Op) -> None:
         order, view = self.drainer.waits.order, self.node.catalogue.view
+        if op.lasting:
+            if not self.last_whole.stays(op.fid, op.path):
+                await self._release(key)
+            elif op.path not in self._lasting and self._nursery is not None:
+                self._nursery.start_soon(self._look_again, op.path)
+            return
         found = claims.successor(view, order, key)
         if found is Successor.REMOVED and key not in self._graced and self._nursery is not None:
             self._nursery.start_soon(self._wait_for_next, key, op.path)
@@ -177,6 +194,13 @@ class Claims:
         later = (path for _, o in self.drainer.waits.order.after(key, parent_of(own)) for path in paths_of(o))
         beside = (path for path in later if parent_of(path) == parent_of(own))
         return not any(path == own or path.rpartition(b"/")[2] in names for path in beside)
+
+    async def _look_again(self, path: bytes) -> None:
+        """What it stays for may be lost, or refused, without a change of the catalogue."""
+        self._lasting.add(path)
+        await trio.sleep(RETRY_S)
+        self._lasting.discard(path)
+        self._look_at(path)
 
     async def _wait_for_next(self, key: bytes, path: bytes) -> None:
         """Savers remove the old commit file and then rename the new one into its place: both in one go."""

@@ -63,6 +63,7 @@ class Node:
     failed: str = ""
     orphans: Callable[[], str] = field(default=lambda: "")  # in words, what is staged and has lost its name
     members: Callable[[int, int], Collection[bytes] | None] = field(default=lambda fid, gen: None)
+    keeps: Callable[[int], bool] = field(default=lambda fid: False)  # see ``Ctx``
     route_why: Callable[[], str] = field(default=lambda: "")  # of what ``choose_route`` said last
     choose_route: Callable[[], str] = field(default=lambda: PARTNER)  # for ``route=auto``; cheap, never waits
     requests: Requests = field(init=False)
@@ -95,7 +96,7 @@ class Node:
         """Context of one change of the namespace, now."""
         return Ctx(
             self.name, self.clock.now_ns(), self.clock.now_s(), self.next_op, self.new_fid, self.members,
-            self.route, self.choose_route,
+            self.route, self.choose_route, self.keeps,
         )  # fmt: skip
 
     def next_op(self) -> str:

@@ -2,8 +2,8 @@
 
 Role: what is removed need not land, so who keeps one checkpoint and saves faster than the PFS takes them never has a
 whole one there, while everything works; and the last one there goes, once nothing that was written before its removal
-has still to land. ``status`` says so until a commit file lands or nothing is pending any more. Each directory of
-checkpoints counts by itself, and so does each name of commit files.
+has still to land, unless it stays for the next (``LastWhole``). ``status`` says so until a commit file lands or nothing
+is pending any more. Each directory of checkpoints counts by itself, and so does each name of commit files.
 Concurrency: none; a catalogue listener.
 """
 
@@ -49,10 +49,10 @@ class Outrun:
     def _count(self, key: bytes, op: Op, record: Inode | None, *, issued: bool, over: bool) -> None:
         series = _series(op)
         if op.kind == OpKind.UNLINK and issued and record is not None and record.kind == "f":
-            moves = any(other.kind == OpKind.RENAME for _, other in self.node.catalogue.view.ops_of(op.fid))
-            if record.pfs is None or moves:
+            others = [other for _, other in self.node.catalogue.view.ops_of(op.fid)]
+            if record.pfs is None or any(other.kind == OpKind.RENAME for other in others):
                 self._removed[series] += 1
-            else:
+            elif not any(other.lasting and other.held for other in others):
                 self._leaving.setdefault(series, set()).add(key)
         elif op.kind == OpKind.UNLINK and over and key in (leaving := self._leaving.get(series, set())):
             leaving.discard(key)

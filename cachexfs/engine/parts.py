@@ -19,6 +19,7 @@ from cachexfs.engine.drain_left import copy_left_s
 from cachexfs.engine.files import Files
 from cachexfs.engine.hold import Keeper
 from cachexfs.engine.interfaces import FormatReader
+from cachexfs.engine.last_whole import LastWhole
 from cachexfs.engine.losses import Losses
 from cachexfs.engine.mended import Mended
 from cachexfs.engine.node import Node
@@ -63,7 +64,13 @@ def assemble(node: Node, formats: FormatReader | None = None) -> Parts:
     completeness = Completeness(node, files, source, formats)
     attributes = Attributes(node, files, completeness)
     attributes.copy_left_s = partial(copy_left_s, drainer)
-    claims, losses, takeover = Claims(node, completeness, drainer), Losses(node, completeness), Takeover(node)
+    last_whole = LastWhole(node, drainer.waits)
+    node.keeps = last_whole.keeps
+    claims, losses, takeover = (
+        Claims(node, completeness, drainer, last_whole),
+        Losses(node, completeness),
+        Takeover(node),
+    )
     denied, reclaim = Denied(node, source), Reclaim(node)
     source.keeper, source.replicator = keeper, replicator
     keeper.fills = source.fills
@@ -73,7 +80,7 @@ def assemble(node: Node, formats: FormatReader | None = None) -> Parts:
     files.publishing.on_released = drainer.released
     files.on_orphan_closed = keeper.check
     node.requests.is_held = files.is_held
-    for part in (keeper, replicator, drainer, claims, losses, takeover, denied, reclaim, Outrun(node)):
+    for part in (keeper, replicator, drainer, last_whole, claims, losses, takeover, denied, reclaim, Outrun(node)):
         node.catalogue.listen(part.notice)
     return Parts(
         node, files, source, replicator, drainer, keeper, Importer(node, source), completeness,

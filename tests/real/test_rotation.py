@@ -51,3 +51,24 @@ def test_directories_without_a_commit_file_go_after_what_was_written_before_thei
     shutil.rmtree(mount / "iter_1")
     until("the old one goes", lambda: not (cluster.pfs / old).exists())
     assert (cluster.pfs / new).stat().st_size == 24 * MIB
+
+
+def test_a_job_that_outruns_the_pfs_keeps_the_last_one_there(
+    make_cluster: Callable[..., LocalCluster], templates: tuple[Template, Template]
+) -> None:
+    """Those in between are removed before they have landed; an unmount waits for the one that is left."""
+    cluster = make_cluster(1, {"drain_bandwidth": "16M"})
+    mount = cluster.nodes[0].mountpoint
+    templates[0].save([mount], "run/step-0", sync=False)
+    until_stage(mount / "run/step-0", "pfs")
+    with PfsWatcher(cluster.pfs, templates) as watcher:
+        for step in range(1, STEPS):
+            new = mount / f"run/step-{step}"
+            new.mkdir()
+            (new / "optimizer").write_bytes(b"o" * (24 * MIB))
+            templates[step % 2].save([mount], f"run/step-{step}", sync=False)
+            shutil.rmtree(mount / f"run/step-{step - 1}")
+        assert (cluster.pfs / "run/step-0/.metadata").exists()
+        cluster.umount()
+    assert (watcher.verdict.absent, watcher.verdict.wrong) == (0, [])
+    assert [path.name for path in (cluster.pfs / "run").iterdir()] == [f"step-{STEPS - 1}"]

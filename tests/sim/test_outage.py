@@ -164,16 +164,17 @@ async def test_checkpoints_that_are_all_removed_before_they_land_are_named(scene
 
 @scene()
 async def test_that_the_last_checkpoint_on_the_pfs_goes_before_another_is_there_is_told(scene: Scene) -> None:
-    """The one after it was removed before it landed, and so nothing waited for it any more."""
+    """The one after it was removed before it landed, and so nothing waited for it any more: its commit files list
+    nothing (``test_last_whole``: those that do stay)."""
     errors = scene.life.parts.node.errors
 
     async def save(step: int) -> None:
         await scene.mkdir(b"r/s%d" % step)
         await scene.write(b"r/s%d/m" % step, b"m")
-        await scene.write(b"r/s%d/.metadata" % step, b"\x80\x04names m")
+        await scene.write(b"r/s%d/trainer_state.json" % step, b"{}")
 
     async def remove(step: int) -> None:
-        for name in (b".metadata", b"m"):
+        for name in (b"trainer_state.json", b"m"):
             await scene.unlink(b"r/s%d/%s" % (step, name))
 
     await scene.mkdir(b"r")
@@ -194,4 +195,4 @@ async def test_that_the_last_checkpoint_on_the_pfs_goes_before_another_is_there_
     scene.faults.away = False
     await scene.drained()
     assert "outrun" not in errors
-    assert scene.on_pfs(b"r/s3/.metadata") is not None
+    assert scene.on_pfs(b"r/s3/trainer_state.json") is not None
