@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from itertools import islice
 
 from cachexfs.core.order import lands_at, lists_members
 from cachexfs.core.records import AnyRecord, Inode, Op, OpKind
@@ -22,6 +23,7 @@ from cachexfs.core.waits import Waits
 from cachexfs.engine.node import Node
 
 _NUMBER = re.compile(rb"\d+")
+LOOKS_MAX = 256  # at what landed last: asked at each removal of a member
 _LANDS = (OpKind.PUT, OpKind.RENAME, OpKind.LINK)
 
 
@@ -72,7 +74,7 @@ class LastWhole:
     def stays(self, fid: int, path: bytes) -> bool:
         """The same of one that is at that path on the PFS, and may have been removed from the mount."""
         series, comes = _NUMBER.sub(b"#", path), False
-        for other in reversed(self._landed):
+        for other in islice(reversed(self._landed), LOOKS_MAX):
             if other == fid or not self._is_of(other, series) or self._leaves(other):
                 continue
             names = list(self.node.catalogue.view.pending_renames(self.node.catalogue.view.path(other) or b""))
