@@ -36,6 +36,7 @@ PROBE_S = 30.0
 WATCH_EVERY_S = 10.0
 WATCH_DEADLINE_S_MIN = 0.5
 LOOK_AGAIN_S = 0.5  # somebody waits for it
+LOOK_PAUSE = 4.0  # between two, of what the first took: thousands of attributes may be asked for
 NOTES_MAX = 1000
 UNKNOWN_INO = -1
 
@@ -84,6 +85,7 @@ class PfsPool:
         self._identifying = trio.Lock()
         self._confirmed = False
         self._is_looking = False
+        self._look_after_s = 0.0
         self._parts: dict[str, list[str]] = {}  # by hidden name
         self._prepared: dict[str, tuple[int, int]] = {}  # hidden name -> inode, size
         self._preparing: dict[str, trio.Lock] = {}
@@ -106,8 +108,11 @@ class PfsPool:
                     await self.probe(max(self._watch_every_s, WATCH_DEADLINE_S_MIN))
 
     async def look_again(self) -> None:
-        """See ``Pfs``. One stuck probe is enough, here too."""
-        if self.state == "ok" or self._is_looking or any(call.operation == "probe" for call in self.abandoned):
+        """See ``Pfs``. One stuck probe is enough, here too; one that takes long is not made for each who asks."""
+        began_s = trio.current_time()
+        if self.state == "ok" or self._is_looking or began_s < self._look_after_s:
+            return
+        if any(call.operation == "probe" for call in self.abandoned):
             return
         self._is_looking = True
         try:
@@ -116,6 +121,7 @@ class PfsPool:
             log.debug("the PFS is away still: %s", error)
         finally:
             self._is_looking = False
+            self._look_after_s = trio.current_time() + LOOK_PAUSE * (trio.current_time() - began_s)
 
     @property
     def state(self) -> str:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import trio
+import trio.testing
 from pfs_support import ATTRS, LONG_S, FaultMount, command, running
 
 from cachexfs.adapters.pfs_pool import PfsPool
@@ -109,6 +110,27 @@ async def test_who_asks_hears_at_once_that_the_pfs_is_back(pfs_dir: Path, tmp_pa
         (tmp_path / "moved").rename(pfs_dir)
         await pool.look_again()
         assert (pool.state, pool.error) == ("ok", "")
+
+
+async def test_a_pfs_that_hangs_is_not_asked_for_each_attribute(
+    pfs_dir: Path, monkeypatch: pytest.MonkeyPatch, autojump_clock: trio.testing.MockClock
+) -> None:
+    pool, probes = PfsPool(str(pfs_dir), watch_every_s=0), [0]
+    pool._calls.state = "hung"
+
+    async def hangs(deadline_s: float) -> None:
+        probes[0] += 1
+        await trio.sleep(deadline_s)
+        raise trio.TooSlowError
+
+    monkeypatch.setattr(pool, "probe", hangs)
+    for _ in range(1000):
+        await pool.look_again()
+        await trio.sleep(0.001)
+    assert probes == [1]
+    await trio.sleep(3)
+    await pool.look_again()
+    assert probes == [2]
 
 
 async def test_a_remount_of_the_same_filesystem_is_accepted(fault_mount: Callable[..., FaultMount]) -> None:
