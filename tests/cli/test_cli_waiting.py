@@ -160,7 +160,8 @@ def test_nothing_less_than_the_mark_of_this_very_end_says_so(
     elif spoil == "token":
         ended.forget(staging)
     elif spoil == "forged":
-        note.write_text("/../id")
+        (landed.parent / "ended-x").mkdir()
+        note.write_text("x/../../id")
     else:
         note.rename(tmp_path / "token")
         note.symlink_to(tmp_path / "token")
