@@ -19,6 +19,7 @@ from cachexfs.core.boundary import Boundary
 from cachexfs.core.records import ROOT_FID, Op, OpKind
 from cachexfs.ending import Ending
 from cachexfs.engine.drain import LANDS_BY_ITSELF, UNKNOWN
+from cachexfs.engine.drain_progress import IS_BEING_COPIED
 from cachexfs.engine.parts import Parts
 
 STALLED_S = 60.0
@@ -85,8 +86,9 @@ class Unmount:
         return left + self._not_on_pfs({str(item["path"]) for item in left})
 
     def _reason(self, key: bytes, op: Op) -> str:
-        """Why a change has not landed; nothing lands by itself once the mount has ended."""
-        return control_explain.reason_of(self.parts, key, op).removesuffix(f"; {LANDS_BY_ITSELF}")
+        """Why a change has not landed; nothing goes on by itself once the mount has ended."""
+        reason = control_explain.reason_of(self.parts, key, op).removesuffix(f"; {LANDS_BY_ITSELF}")
+        return f"{op.kind}: time ran out while it was copied" if IS_BEING_COPIED in reason else reason
 
     async def _await_others(self, send: Send, deadline_s: float) -> None:
         """Serve the copies that this node has until the PFS has their files, or for a while nothing lands."""

@@ -17,6 +17,7 @@ from cachexfs.core.sizes import format_size
 
 WINDOW_S = 10.0  # a paced or slow copy tells of itself every second
 SPAN_S_MIN = 1.0
+IS_BEING_COPIED = "is being copied"
 
 
 class Throughput:
@@ -102,8 +103,8 @@ class Copies:
         """``is being copied: 4.2 GiB of 10.0 GiB are there``."""
         mine = self._under_way.get(hidden)
         if mine is None or not mine.copied:
-            return "is being copied"
-        return f"is being copied: {format_size(mine.copied)} of {format_size(mine.size)} are there"
+            return IS_BEING_COPIED
+        return f"{IS_BEING_COPIED}: {format_size(mine.copied)} of {format_size(mine.size)} are there"
 
     def get(self, hidden: str) -> UnderWay | None:
         """One of them."""

@@ -16,6 +16,8 @@ from real_support import Template, raises_errno, until, until_stage, write_file
 from cachexfs.demo.cluster import LocalCluster
 from cachexfs.demo.control import PREFIX, xattr, xattrs
 
+MIB = 1 << 20
+
 
 def parsed(text: str) -> datetime.datetime:
     """A time as promised: RFC 3339, UTC, microseconds."""
@@ -183,3 +185,19 @@ def test_other_attributes_are_absent(mount: Path, name: str) -> None:
     (mount / "f").touch()
     with raises_errno(errno.ENODATA, errno.ENOTSUP):
         os.getxattr(mount / "f", name)
+
+
+def test_a_large_file_says_how_far_its_copy_is(make_cluster: Callable[..., LocalCluster]) -> None:
+    """Of one file of 10 GiB nothing moved for minutes, in ``status``, ``wait`` and ``umount``."""
+    cluster = make_cluster(1, {"drain_bandwidth": "4M", "fsync": "returned"})
+    mount = cluster.nodes[0].mountpoint
+    (mount / "large").write_bytes(bytes(64 * MIB))
+    until("some of it is there", lambda: 0 < cluster.status(0).own_copied_bytes < 64 * MIB)
+    status = cluster.status(0)
+    assert status.own_copied_bytes + status.own_left_bytes == status.pending_bytes == 64 * MIB
+    assert status.own_left_s is not None
+    assert "are there" in cluster.run(0, "explain", str(mount / "large")).out
+    assert "p50=0 " not in (xattr(mount / "large", "eta.pfs") or "")
+    ended = cluster.run(0, "umount", str(mount), "--timeout", "1")
+    assert ended.code == 3
+    assert "time ran out while it was copied: large" in ended.err

@@ -63,7 +63,7 @@ def test_sigterm_ends_a_daemon_that_waits_for_others_before_it_serves(mount: Mou
     wait_until(waits.exists, "waits")
     mount.process.send_signal(signal.SIGTERM)
     mount.wait()
-    assert "did not finish in time" not in mount.said()
+    assert "not ready in time" not in mount.said()
     assert not is_mounted(mount.point)
 
 
