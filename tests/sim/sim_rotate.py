@@ -191,7 +191,8 @@ class Rotate(Steps):
         return there and fid is not None and not state.is_moving(fid)
 
     def _is_told(self) -> bool:
-        if self.losses:
+        """Or what was written before the removal cannot land: it is lost, or refused, for want of room perhaps."""
+        if self.losses or any(op.parked for _, op, _ in self.log.state.ops()):
             return True
         lives = [seat.current for seat in self.seats if seat.current is not None and not seat.current.dead]
         return any("outrun" in life.node.errors for life in lives) or not lives
