@@ -125,13 +125,13 @@ async def test_a_commit_file_is_not_read_after_each_member_that_is_removed(scene
     await scene.write(b"s/.metadata", commit_file(1, members))
     await scene.drained()
     completeness, read = scene.life.parts.completeness, [0]
-    parse = completeness._parse
+    parse = completeness.commit_files._parse
 
     async def counted(tree: Any) -> Any:
         read[0] += 1
         return await parse(tree)
 
-    completeness._parse = counted  # type: ignore[method-assign]
+    completeness.commit_files._parse = counted  # type: ignore[method-assign]
     for name in members:
         await scene.unlink(b"s/" + name)
         await trio.sleep(0.5)
