@@ -35,6 +35,7 @@ log = logging.getLogger(__name__)
 
 STALL_S = 20.0  # without progress, a call on the PFS counts as hung
 _GEN_MAX = 1 << 62
+BEFORE_MAX = 8
 WITHHELD = "kept off the PFS, because a file that it names has changed or is lost"
 
 
@@ -45,6 +46,8 @@ class _Record(msgspec.Struct):
     gen: int
     store: str = ""
     path: bytes = b""
+    tree: bytes = b""
+    before: tuple[bytes, ...] = ()
 
 
 class DrainFiles:
@@ -57,6 +60,8 @@ class DrainFiles:
         self._fsynced: dict[str, bytes] = {}  # hidden name -> tree digest of what an fsync put there
         #: File id -> hidden names that may exist, in the order in which they were made -> their generation.
         self._made: dict[int, dict[str, int]] = {}
+        #: Hidden name -> tree digests that the bytes there may have: its record and they are not exchanged at once.
+        self._trees: dict[str, tuple[bytes, ...]] = {}
         self._paths: dict[str, bytes] = {}  # hidden name -> where its record says that it belongs
         self._made_ns = 0  # when the last record was made
         self._damaged: set[tuple[str, int]] = set()  # (hidden name, generation) of contents that are damaged here
@@ -114,7 +119,9 @@ class DrainFiles:
             await check_stage(self.node, op.stage)
             raise FsError(errno.EIO, f"no whole copy of generation {op.gen} on node {self.node.name}")
         attrs = self.node.pfs_attrs(inode)
-        record = self._record(op, inode, attrs, size, tree)
+        before = tuple(known for known in self._trees.get(op.hidden, ()) if known != tree)[-BEFORE_MAX:]
+        record = self._record(op, inode, attrs, size, tree, before)
+        self._trees[op.hidden] = (*before, tree)
         self._note_made(op.fid, op.hidden, op.gen)
         same = content is not None and content.gen == op.gen and content.size == size
         digest = content.digest if same and content is not None and self.node.options.verify else b""
@@ -132,7 +139,7 @@ class DrainFiles:
                     raise
                 source, done = moved, -1
         self._made.setdefault(op.fid, {})[op.hidden] = op.gen  # also if another node has landed that meanwhile
-        self._paths[op.hidden] = op.path
+        self._paths[op.hidden], self._trees[op.hidden] = op.path, (tree,)
 
     def _note_made(self, fid: int, hidden: str, gen: int) -> None:
         made = self._made.setdefault(fid, {})
@@ -196,14 +203,16 @@ class DrainFiles:
         """Whether a record of a file's bytes here says that they belong elsewhere than at ``path``."""
         return any(self._paths.get(hidden, path) != path for hidden in self._made.get(fid, ()))
 
-    def _record(self, op: Op, inode: Inode | None, attrs: PfsAttrs, size: int, tree: bytes) -> bytes:
+    def _record(
+        self, op: Op, inode: Inode | None, attrs: PfsAttrs, size: int, tree: bytes, before: tuple[bytes, ...]
+    ) -> bytes:
         base = inode.pfs if inode is not None else None
         self._made_ns = max(self._made_ns + 1, self.node.clock.now_ns())
         earlier = still_to_land(self.node.catalogue.view, op.fid, op.gen)
         return msgspec.msgpack.encode(
             {"path": op.path, "fid": op.fid, "gen": op.gen, "size": size, "node": self.node.name,
              "job": self.node.options.job, "tree": tree,
-             "store": self.node.staging.store, "made_ns": self._made_ns, "earlier": earlier,
+             "store": self.node.staging.store, "made_ns": self._made_ns, "earlier": earlier, "before": before,
              "mode": attrs.mode, "uid": attrs.uid, "gid": attrs.gid, "mtime_ns": attrs.mtime_ns,
              "base": None if base is None else [base.ino, base.size, base.mtime_ns]}
         )  # fmt: skip
@@ -312,6 +321,7 @@ class DrainFiles:
         """A hidden name is free again."""
         self._fsynced.pop(hidden, None)
         self._paths.pop(hidden, None)
+        self._trees.pop(hidden, None)
         made = self._made.get(fid, {})
         made.pop(hidden, None)
         if not made:
@@ -369,6 +379,7 @@ class DrainFiles:
         else:
             self._made.setdefault(record.fid, {})[hidden] = record.gen
             self._paths[hidden] = record.path
+            self._trees.setdefault(hidden, (*record.before, record.tree))
 
 
 def _landed_gen(inode: Inode | None) -> int:

@@ -42,6 +42,8 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     members: tuple[Member, ...] | None = ()
     #: (size, tree) of earlier contents of the file that were still to land when the record was made.
     earlier: tuple[tuple[int, bytes], ...] = ()
+    #: Trees of what an earlier fsync had put under the hidden name: that is there until its bytes are exchanged, too.
+    before: tuple[bytes, ...] = ()
     #: When the record was made: each fsync of a file that stays open makes one of the same generation. 0: unknown.
     made_ns: int = 0
 

@@ -12,6 +12,7 @@ from real_support import Template, contents_below, pfs_away, raises_errno, until
 from cachexfs.demo.cluster import LocalCluster
 from cachexfs.demo.control import xattr
 from cachexfs.errors import EXIT_DONE, EXIT_NOT_DURABLE
+from cachexfs.recovery.choice import decode_record
 
 MIB = 1 << 20
 #: What a mount without a daemon says: the second to the one request that was under way.
@@ -53,6 +54,21 @@ def test_each_fsync_of_a_file_that_stays_open_takes_the_place_of_the_one_before(
             log.close()
     lose_and_recover(cluster)
     assert (cluster.pfs / "log").read_bytes() == data
+
+
+def test_the_record_of_an_fsync_in_place_knows_the_bytes_of_the_one_before(
+    make_cluster: Callable[..., LocalCluster],
+) -> None:
+    """A crash between the exchange of record and bytes leaves the new record with the old bytes."""
+    cluster = make_cluster(1)
+    records = []
+    with open(cluster.nodes[0].mountpoint / "f", "wb", buffering=0) as file:
+        for data in (b"one", b"two"):
+            os.pwrite(file.fileno(), data, 0)
+            os.fsync(file.fileno())
+            [path] = (cluster.pfs / ".cachexfs/tmp").rglob("*.rec")
+            records.append(decode_record(path.read_bytes()))
+    assert [record.before for record in records] == [(), (records[0].tree,)]
 
 
 def test_what_was_fsynced_and_renamed_while_it_is_open_has_its_new_name(

@@ -14,12 +14,13 @@ import struct
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from cachexfs.core import formats
 from cachexfs.core.digest import FileDigest
 from cachexfs.core.manifest import Member
-from cachexfs.recovery.choice import Candidate, Record, choose, decode_record
+from cachexfs.recovery.choice import Candidate, Record, choose, decode_record, encode_record
 from cachexfs.recovery.publish import Publisher
 from cachexfs.recovery.report import LEFT, Outcome
 from cachexfs.recovery.target import Target
@@ -242,6 +243,21 @@ def test_a_refusal_amid_a_checkpoint_is_reported_for_every_file_that_is_left(tmp
     last = publish(Watched(pfs, lambda: claimed(pfs / "run", generations)), held)
     assert {o.outcome for o in last} <= {"published", "there"}
     assert claimed(pfs / "run", generations) == "B"
+
+
+def test_what_an_fsync_had_made_safe_is_there_though_the_next_one_was_cut_off(tmp_path: Path) -> None:
+    """The record under a hidden name is exchanged before the bytes: these were called damaged."""
+    pfs, nvme = tmp_path / "pfs", tmp_path / "nvme"
+    pfs.mkdir()
+    target = Watched(pfs, lambda: None)
+    (one,), (two,) = candidates(pfs, nvme, {"f": b"one"}), candidates(pfs, nvme, {"f": b"two"})
+    write(nvme, {"f": b"one"})
+    target.prepare(one)
+    record = msgspec.structs.replace(two.record, before=(b"?" * 16, one.record.tree))
+    [path] = (pfs / ".cachexfs").rglob(f"{one.hidden}.rec")
+    path.write_bytes(encode_record(record, 1 << 20))
+    assert [outcome.outcome for outcome in publish(target, [])] == ["published"]
+    assert (pfs / "f").read_bytes() == b"one"
 
 
 def test_what_lies_elsewhere_is_not_touched(tmp_path: Path) -> None:
