@@ -21,6 +21,7 @@ import msgspec
 from cachexfs.core.order import ancestors, lands_at, lists_members, parent_of, paths_of
 from cachexfs.core.records import ROOT_FID, Inode, Op, OpKind
 from cachexfs.core.replica import Replica
+from cachexfs.errors import quoted
 
 _ATTRIBUTES = (OpKind.ATTR, OpKind.DIRATTR)
 _LANDS = (OpKind.PUT, OpKind.RENAME, OpKind.LINK)
@@ -185,7 +186,8 @@ class _Planner:
         if there is not None:
             seen = not op.cancelled and not _lists(op)
             if seen and (why := self._in_the_way(op.path2, there)):
-                self._give_up(op, why)  # it has been, and more since; where the mount has it something brings it anew
+                # It has been, and more since: where the mount has it something brings it anew.
+                self._give_up(op, f"{why}; what was to be moved stays at {quoted(op.path)}")
                 return None
             self._tree.take(op.path)
             if not seen:

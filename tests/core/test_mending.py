@@ -173,7 +173,7 @@ def test_a_directory_whose_new_name_the_pfs_has_given_away_is_not_moved_and_that
     key = world.pending("1", Op(OpKind.RENAME, b"d", "n0", fid=DIR, path2=b"e", commit=True))
     found = world.planned()
     assert found.changes == {key: None}
-    assert [path for path, _ in found.told] == [b"e"]
+    assert [(path, "stays at 'd'" in why) for path, why in found.told] == [(b"e", True)]
     assert found.again == ({} if there == "full" else {b"e/f": FILE})
 
 
