@@ -162,11 +162,6 @@ PLANTED = {
         "if skipped:\n            _mend_commits(view)",
         "pass",
     ),
-    "the last checkpoint on the PFS goes before the next has landed": (
-        "rotate", "0-12", "core/order.py",
-        "if op.kind in _REMOVALS:",
-        "if False:",
-    ),
     "what somebody has changed on the PFS is still claimed there": (
         "behind", "0-19", "core/publication.py",
         "there = msgspec.structs.replace(before, missing=True)",
