@@ -58,6 +58,11 @@ class DrainNames:
         except FileNotFoundError:
             return None
 
+    async def _is_listed(self, path: bytes) -> bool:
+        """Whether a name is there though the PFS denies it. Raises ``FileNotFoundError`` without its directory."""
+        above, _, name = path.rpartition(b"/")
+        return any(found == name for found, _ in await self._pfs.listing(above, STALL_S))
+
     async def carry_out(self, key: bytes, op: Op) -> None:
         """Do it on the PFS, then record that it is done."""
         inode = self.node.catalogue.view.inode(op.fid)
@@ -207,6 +212,8 @@ class DrainNames:
             except FileNotFoundError:
                 content = self.node.catalogue.view.generation(op.fid)
                 if not again or content is None or self.node.local_path(content.stage, content.size) is None:
+                    raise
+                if await self._is_listed(op.path):  # or its directory is denied, too
                     raise
                 await self._run("unlink", op.path)  # done before: this syncs the directory
             except FileExistsError:

@@ -185,3 +185,23 @@ async def test_a_file_that_is_removed_while_it_is_open_and_memory_refuses_lands_
     await scene.drained()
     assert scene.on_pfs(b"a") is None
     await scene.fs.release(handle)
+
+
+@scene(fsync="returned")
+async def test_a_commit_file_that_the_pfs_denies_for_a_while_is_hidden_and_not_removed(scene: Scene) -> None:
+    """At the second try it was taken for one that had been hidden before."""
+    await scene.mkdir(b"d")
+    await scene.write(b"d/m", b"one")
+    await scene.write(b"d/.metadata", NAMES)
+    await scene.drained()
+    scene.faults.hidden.add(b"d")
+    await scene.unlink(b"d/m")
+    await trio.sleep(60)
+    assert scene.on_pfs(b"d/.metadata") == NAMES
+    scene.faults.hidden = {b"d/.metadata"}
+    await trio.sleep(60)
+    assert scene.on_pfs(b"d/.metadata") == NAMES
+    scene.faults.hidden.clear()
+    await scene.drained()
+    assert scene.on_pfs(b"d/.metadata") is None
+    assert [ino.data for ino in scene.store.held.entries.values()] == [NAMES]
