@@ -64,6 +64,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     publication, 0 before it: ``published`` is false for bytes that only an fsync made safe. ``base`` is what the PFS
     had under this path, None for nothing. ``members`` of a commit file are the files beside and below it, so that
     ``recover`` never takes a set of mixed generations for whole; empty: not known. ``earlier``: see ``still_to_land``.
+    ``made_ns``: when these bytes were sent; of what several fsyncs have sent before a publication the last counts.
 
     Fields are only ever added at the end, with a default: older manifests lack them, older readers pass over them.
     """
@@ -88,6 +89,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     base: Base | None = None
     members: Annotated[tuple[Member, ...], msgspec.Meta(max_length=MEMBERS_MAX)] = ()
     earlier: Annotated[tuple[tuple[int, bytes], ...], msgspec.Meta(max_length=EARLIER_MAX)] = ()
+    made_ns: _Count = 0
 
     def block(self, index: int) -> bytes:
         """Digest of block ``index``."""

@@ -27,6 +27,7 @@ class Manifests:
     def __init__(self, node: Node, reader: Reader) -> None:
         self.node = node
         self.reader = reader
+        self._made_ns = 0
         self._past: OrderedDict[bytes, Base] = OrderedDict()  # path -> the PFS's file under it that lost its name here
 
     def note_past(self, changes: Applied) -> None:
@@ -65,8 +66,12 @@ class Manifests:
             atime_ns=inode.atime_ns, gen=gen, origin=self.node.name,
             revision=self.node.catalogue.view.published_at(fid) if content else 0, published=content is not None,
             base=base, members=self._members(fid, path, content) if content else (),
-            earlier=still_to_land(self.node.catalogue.view, fid, gen),
+            earlier=still_to_land(self.node.catalogue.view, fid, gen), made_ns=self._now_ns(),
         )  # fmt: skip
+
+    def _now_ns(self) -> int:
+        self._made_ns = max(self._made_ns + 1, self.node.clock.now_ns())
+        return self._made_ns
 
     def _members(self, fid: int, path: bytes, content: Generation) -> tuple[Member, ...]:
         """What a commit file stands for: the very contents beside and below it, of a pointer those below its target,

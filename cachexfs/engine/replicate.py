@@ -120,10 +120,10 @@ class Replicator:
 
     def _has_moved(self, fid: int) -> bool:
         """Whether partners know what was fsynced of a file in progress by another path than it has now."""
-        vnode = self.files.known(fid)
-        if vnode is None or not vnode.dirty or vnode.synced is None:
+        vnode, inode = self.files.known(fid), self.node.catalogue.view.inode(fid)
+        if vnode is None or not vnode.dirty or inode is None or inode.synced is None:
             return False
-        return vnode.synced.path != self.reader.path(fid)
+        return vnode.synced is None or vnode.synced.path != self.reader.path(fid)  # None: by the daemon before
 
     def _holders_beyond(self, fid: int) -> list[str]:
         """Other nodes with a replica of a file's content, if it is this node that keeps their manifests right."""
@@ -157,6 +157,9 @@ class Replicator:
             nursery.start_soon(self._keep_manifests)
             nursery.start_soon(self.router.run)
             self.review()
+            for fid, inode in self.node.catalogue.view.inodes():
+                if inode.synced is not None and inode.writing == self.node.name:
+                    self._renew(fid)
             while True:
                 await self._wake.wait()
                 self._wake = trio.Event()
@@ -204,7 +207,9 @@ class Replicator:
                         manifest = self.manifests.make(fid, inode, content.stage, content.size, digests, content)
                         # What the commit file stood for does not change with what lies beside it later.
                         members = held.members or manifest.members
-                        manifest = msgspec.structs.replace(manifest, origin=held.origin, members=members)
+                        manifest = msgspec.structs.replace(
+                            manifest, origin=held.origin, members=members, made_ns=held.made_ns
+                        )
                         vnode = self.files.known(fid)
                         if vnode is not None and vnode.dirty:
                             self._renew(fid)  # a commit now would disturb what is being sent ahead

@@ -106,7 +106,7 @@ def of_manifest(manifest: Manifest, job: str, source: str) -> Candidate:
         base=None if base is None else (base.ino, base.size, base.mtime_ns), digest=manifest.digest,
         tree=manifest.tree, job=job, origin=manifest.origin, published=manifest.published,
         revision=manifest.revision, members=manifest.members,
-        earlier=manifest.earlier,
+        earlier=manifest.earlier, made_ns=manifest.made_ns,
     )  # fmt: skip
     return Candidate(record, f"{manifest.stage}-{manifest.size:x}", source, manifest)
 

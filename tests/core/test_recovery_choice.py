@@ -52,6 +52,16 @@ def test_of_several_fsyncs_of_an_open_file_the_last_wins(order: int) -> None:
     assert chosen.wanted[b"log"].record.size == 200
 
 
+def test_of_several_fsyncs_that_a_partner_has_the_last_wins() -> None:
+    """After a daemon's death an open file goes on in another staging file: two replicas of one generation."""
+    texts = [(b"first", 7), (b"last", 9), (b"second", 8)]
+    found = [
+        manifest(1, 3, text=text, stage=f"1000.3.{made}", published=False, revision=0, made_ns=made)
+        for text, made in texts
+    ]
+    assert choose(held(*found)).wanted[b"d/f"].record.size == len(b"last")
+
+
 def test_a_moved_file_leaves_its_old_path() -> None:
     chosen = choose(held(manifest(1, 2, b"a"), manifest(1, 3, b"b")))
     assert set(chosen.wanted) == {b"b"}
