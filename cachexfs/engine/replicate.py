@@ -21,7 +21,7 @@ from cachexfs.core import manifest as manifests
 from cachexfs.core import publication
 from cachexfs.core.digest import BLOCK_BYTES, block_digest
 from cachexfs.core.manifest import Manifest
-from cachexfs.core.records import Copy, Dirent, Generation, Inode, Life
+from cachexfs.core.records import Copy, Dirent, Generation, Inode, Life, OpKind
 from cachexfs.core.replica import Applied
 from cachexfs.core.routes import DIRECT
 from cachexfs.engine.content import Reader
@@ -102,6 +102,8 @@ class Replicator:
         for key, _ in list(self.node.catalogue.view.items()):
             if key.startswith(b"g/"):
                 self._want(int(key[2:], 16))
+        for fid in self._untold():
+            self._renew(fid)
 
     def _want(self, fid: int) -> None:
         if self._lacking(fid):
@@ -157,9 +159,6 @@ class Replicator:
             nursery.start_soon(self._keep_manifests)
             nursery.start_soon(self.router.run)
             self.review()
-            for fid, inode in self.node.catalogue.view.inodes():
-                if inode.synced is not None and inode.writing == self.node.name:
-                    self._renew(fid)
             while True:
                 await self._wake.wait()
                 self._wake = trio.Event()
@@ -168,6 +167,14 @@ class Replicator:
                         del self._wanted[fid]
                         self._busy.add(fid)
                         nursery.start_soon(self._serve, fid)
+
+    def _untold(self) -> set[int]:
+        """Files that are not on the PFS, of which partners may not have been told everything: they were away, or the
+        daemon before has died."""
+        view = self.node.catalogue.view
+        unlanded = {op.fid for _, op, _ in view.ops() if op.kind == OpKind.PUT and op.owner == self.node.name}
+        writing = (fid for fid, inode in view.inodes() if inode.synced is not None and inode.writing == self.node.name)
+        return unlanded.union(writing)
 
     async def _keep_manifests(self) -> None:
         while True:

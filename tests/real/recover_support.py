@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
-from collections.abc import Callable, Sequence
+import signal
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from real_support import Template, until
 
 from cachexfs.demo.cluster import Ended, LocalCluster
-from cachexfs.demo.control import xattr
+from cachexfs.demo.control import registered, xattr
 
 TIMEOUT_S = 150
 
@@ -107,3 +109,15 @@ def flat(directory: Path) -> dict[str, bytes]:
         for path in directory.rglob("*")
         if path.is_file() and ".cachexfs" not in os.fspath(path)
     }
+
+
+@contextlib.contextmanager
+def stopped(cluster: LocalCluster, index: int) -> Iterator[None]:
+    """The daemon of a node does nothing meanwhile."""
+    entry = registered(cluster.nodes[index].runtime)
+    assert entry is not None
+    os.kill(entry.pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(entry.pid, signal.SIGCONT)

@@ -20,6 +20,7 @@ from recover_support import (
     recover,
     rounds,
     save,
+    stopped,
     until_manifests,
     until_restartable,
 )
@@ -94,6 +95,21 @@ def test_what_was_fsynced_takes_the_place_of_what_landed_after_it(two: LocalClus
         os.close(fd)
     assert recover(two, 1).code == EXIT_DONE
     assert flat(two.pfs) == {"f": b"second"}
+
+
+def test_a_rename_whose_daemon_dies_before_the_partner_knows_of_it(two: LocalCluster) -> None:
+    """The next daemon tells the partner: nothing that it has to do shows that its predecessor did not."""
+    mount = two.nodes[0].mountpoint
+    with pfs_away(two):
+        write_file(mount / "state.tmp", b"new")
+        until_stage(mount / "state.tmp", "partner")
+        with stopped(two, 1):
+            os.rename(mount / "state.tmp", mount / "state")
+            two.kill_daemon(0)
+        two.remount(0)
+        until("the partner knows", lambda: [file["path"] for file in held(two, 1)] == ["state"])
+        kill_all(two)
+    assert outcomes(recover(two, 1, "--json")) == {"state": "published"}
 
 
 def test_list_shows_what_is_held_and_whether_it_is_whole(two: LocalCluster) -> None:
