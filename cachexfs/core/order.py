@@ -253,14 +253,19 @@ class PendingOrder:
         return next((found for found in later if found.path == op.path), None)
 
     def changes_after(self, key: bytes, path: bytes) -> bool:
-        """Whether an operation after ``key`` changes this very path."""
-        queue = self._at.get(path)
+        """Whether an operation after ``key`` changes this very path. False when ``key`` is not pending any more."""
+        queue = self._at.get(path) if key in self._ops else None
         return queue is not None and next(queue.between(self._ops[key][0]), None) is not None
 
     def put_after(self, key: bytes, path: bytes) -> bool:
-        """Whether a later content of the file that ``key`` is about is going to land at this very path."""
+        """Whether a later content of the file that ``key`` is about is going to land at this very path.
+
+        False when ``key`` is not pending any more: another node may have carried it out.
+        """
+        if key not in self._ops or path not in self._at:
+            return False
         seq, op = self._ops[key]
-        later = (self._ops[other][1] for _, other in self._at[path].between(seq)) if path in self._at else ()
+        later = (self._ops[other][1] for _, other in self._at[path].between(seq))
         return any(put.kind == OpKind.PUT and put.fid == op.fid for put in later)
 
     def at_or_below(self, path: bytes) -> Iterator[tuple[bytes, Op]]:

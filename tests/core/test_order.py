@@ -226,6 +226,8 @@ def test_of_an_unknown_operation_nothing_is_known() -> None:
     order = PendingOrder()
     assert order.blocker(b"p/1") is None
     order.remove(b"p/1")
+    assert not order.changes_after(b"p/9", b"a")
+    assert not order.put_after(b"p/9", b"a")  # carried out by another node, while we asked the PFS
 
 
 def test_ancestors_end_with_the_root() -> None:
