@@ -34,6 +34,7 @@ class Outrun:
         self.node = node
         self._removed: Counter[Series] = Counter()  # since one has landed
         self._leaving: dict[Series, set[bytes]] = {}  # removals of what had landed, by key
+        self._staying: dict[Series, set[bytes]] = {}  # the same, that wait until the next is there
         self._gone: set[Series] = set()  # of which one had landed, and none is left
 
     def notice(self, changes: Applied) -> None:
@@ -41,6 +42,13 @@ class Outrun:
         records = {int(k[2:], 16): old for k, old, new in changes if new is None and isinstance(old, Inode)}
         for key, old, new in changes:
             op = new or old
+            if (
+                isinstance(old, Op)
+                and old.lasting
+                and old.held
+                and (new is None or (isinstance(new, Op) and not new.held))
+            ):
+                self._leaving.setdefault(_series(old), set()).update(self._staying.pop(_series(old), ()))
             if isinstance(op, Op) and is_commit_name(_series(op)[1]):
                 self._count(key, op, records.get(op.fid), issued=old is None, over=new is None)
         if self._removed or self.node.errors.get(_ERROR):
@@ -52,8 +60,9 @@ class Outrun:
             others = [other for _, other in self.node.catalogue.view.ops_of(op.fid)]
             if record.pfs is None or any(other.kind == OpKind.RENAME for other in others):
                 self._removed[series] += 1
-            elif not any(other.lasting and other.held for other in others):
-                self._leaving.setdefault(series, set()).add(key)
+            else:
+                stays = any(other.lasting and other.held for other in others)
+                (self._staying if stays else self._leaving).setdefault(series, set()).add(key)
         elif op.kind == OpKind.UNLINK and over and key in (leaving := self._leaving.get(series, set())):
             leaving.discard(key)
             if not self._is_one_there(series):
