@@ -42,12 +42,7 @@ class Outrun:
         records = {int(k[2:], 16): old for k, old, new in changes if new is None and isinstance(old, Inode)}
         for key, old, new in changes:
             op = new or old
-            if (
-                isinstance(old, Op)
-                and old.lasting
-                and old.held
-                and (new is None or (isinstance(new, Op) and not new.held))
-            ):
+            if isinstance(old, Op) and _stays(old) and not _stays(new):
                 self._leaving.setdefault(_series(old), set()).update(self._staying.pop(_series(old), ()))
             if isinstance(op, Op) and is_commit_name(_series(op)[1]):
                 self._count(key, op, records.get(op.fid), issued=old is None, over=new is None)
@@ -61,8 +56,7 @@ class Outrun:
             if record.pfs is None or any(other.kind == OpKind.RENAME for other in others):
                 self._removed[series] += 1
             else:
-                stays = any(other.lasting and other.held for other in others)
-                (self._staying if stays else self._leaving).setdefault(series, set()).add(key)
+                (self._staying if any(map(_stays, others)) else self._leaving).setdefault(series, set()).add(key)
         elif op.kind == OpKind.UNLINK and over and key in (leaving := self._leaving.get(series, set())):
             leaving.discard(key)
             if not self._is_one_there(series):
@@ -106,6 +100,11 @@ class Outrun:
     def _leaves_none(self, series: Series) -> bool:
         leaves = series in self._gone or bool(self._leaving.get(series))
         return leaves and not self._is_one_there(series)
+
+
+def _stays(record: object) -> bool:
+    """Whether it is the withdrawal of the last one on the PFS, which waits for the next (``LastWhole``)."""
+    return isinstance(record, Op) and record.lasting and record.held
 
 
 def _series(op: Op) -> Series:
