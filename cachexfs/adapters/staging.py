@@ -18,7 +18,7 @@ import shutil
 from pathlib import Path
 
 from cachexfs import machine
-from cachexfs.adapters.spare import PIECE_BYTES, Spare
+from cachexfs.adapters.spare import PIECE_BYTES, SMALL_PIECE_BYTES, Spare
 from cachexfs.errors import UsageError
 
 log = logging.getLogger(__name__)
@@ -52,8 +52,10 @@ class Staging:
         self._spare = Spare(self.directory / "spare")
         self.reserved: dict[str, int] = {}  # stage -> bytes that it is still to grow by; ``used_bytes`` has them
         self._ahead_bytes = 0  # given up by the spare, not yet taken by a file
+        self._cache_ahead_bytes = 0  # the same, by the page cache
         self.used_bytes = 0
         self.grown_bytes = 0  # all growth in memory since the start
+        self.cached_bytes = 0  # all that the page cache grew by through reads, as far as is known
         self.spilled_bytes = 0
         self.spill_limit_bytes = 0  # the size of that file system
         self._lock_fd = -1
@@ -270,6 +272,14 @@ class Staging:
             self._spare.forget_open()
         if self._spare.bytes and length > self._ahead_bytes:
             self._ahead_bytes += self._spare.give(max(length - self._ahead_bytes, over, PIECE_BYTES))
+
+    def make_cache_ready(self, length: int) -> None:
+        """Who reads ``length`` bytes reads on: spare memory becomes free for as much again in the page cache, which
+        takes it before it asks for the bytes."""
+        self.cached_bytes += length
+        self._cache_ahead_bytes = max(0, self._cache_ahead_bytes - length)
+        if self._spare.bytes and self._cache_ahead_bytes < length:
+            self._cache_ahead_bytes += self._spare.give(length - self._cache_ahead_bytes, SMALL_PIECE_BYTES)
 
     def forget_ready(self) -> None:
         """Nobody grows now: what became free and was not used is not warm any more."""

@@ -29,6 +29,9 @@ from cachexfs.engine.vnode import WRITABLE, Handle, Vnode, keep_last, keep_time
 from cachexfs.errors import CacheXError, CatalogueUnavailableError, FsError, LateError, NotDurableError, quoted
 
 
+LARGE_READ_BYTES = 64 << 10  # by whoever reads ahead; less is not worth spare memory
+
+
 class Filesystem(Names):
     """All operations of a mount."""
 
@@ -180,6 +183,8 @@ class Filesystem(Names):
 
     async def read(self, handle: Handle, offset: int, length: int) -> bytes:
         """Bytes of an open file."""
+        if handle.cached and length >= LARGE_READ_BYTES:
+            self.node.staging.make_cache_ready(length)
         return await self.files.read(handle.vnode, offset, length)
 
     async def write(self, handle: Handle, offset: int, data: Buffer) -> int:

@@ -203,6 +203,7 @@ class StagingArea(Protocol):
     used_bytes: int
     limit_bytes: int
     grown_bytes: int
+    cached_bytes: int
     spilled_bytes: int
     spill_limit_bytes: int
 
@@ -253,6 +254,10 @@ class StagingArea(Protocol):
 
     def make_ready(self, length: int) -> None:
         """Files are about to grow by ``length`` bytes: spare memory for it becomes free."""
+        ...
+
+    def make_cache_ready(self, length: int) -> None:
+        """The page cache is about to grow by ``length`` bytes: spare memory for it becomes free."""
         ...
 
     def forget_ready(self) -> None:

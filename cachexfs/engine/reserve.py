@@ -3,7 +3,8 @@
 Role: keeps as much spare memory in staging as the largest burst of writing so far has taken (at first: ``prefault``),
 within ``memory``. A first touch costs more than the copy that follows it; here nobody waits for it.
 
-Concurrency: one task. The memory is touched in a thread of the lowest priority, which stops as soon as files grow.
+Concurrency: one task. The memory is touched in a thread of the lowest priority, which stops as soon as files grow, or
+are read into the page cache.
 """
 
 from __future__ import annotations
@@ -36,19 +37,23 @@ class Reserve:
         """Refill whenever nothing grows, until cancelled."""
         if not self._target_bytes:
             return
-        staging, idle, last = self.node.staging, 0, 0
+        staging, idle, last, active = self.node.staging, 0, 0, 0
         try:
             while True:
                 await trio.sleep(LOOK_S)
                 grown, last = staging.grown_bytes - last, staging.grown_bytes
-                idle = 0 if grown else idle + 1
+                idle = 0 if self._activity() != active else idle + 1
+                active = self._activity()
                 self._burst_bytes = self._burst_bytes + grown if idle < BURST_LOOKS else 0
                 self._target_bytes = max(self._target_bytes, self._burst_bytes)
-                while idle >= IDLE_LOOKS and staging.grown_bytes == last and (lacking := self._lacking_bytes()):
+                while idle >= IDLE_LOOKS and self._activity() == active and (lacking := self._lacking_bytes()):
                     if not await self._fill(lacking):
                         break
         finally:
             self._is_stopped = True
+
+    def _activity(self) -> int:
+        return self.node.staging.grown_bytes + self.node.staging.cached_bytes
 
     def _lacking_bytes(self) -> int:
         staging = self.node.staging
@@ -61,13 +66,13 @@ class Reserve:
         """Touch memory until that much is ready or files grow; False when none could be had."""
         done, token, filled = trio.Event(), trio.lowlevel.current_trio_token(), [0]
         fd, number = self.node.staging.spare_begin()
-        grown_bytes = self.node.staging.grown_bytes
+        activity = self._activity()
 
         def touch() -> None:
             try:
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE_MAX)
                 os.ftruncate(fd, length)  # so that the kernel knows that huge pages fit
-                while filled[0] < length and not self._is_stopped and self.node.staging.grown_bytes == grown_bytes:
+                while filled[0] < length and not self._is_stopped and self._activity() == activity:
                     filled[0] += os.pwrite(fd, PIECE, filled[0])
             except OSError:
                 pass  # no memory left: what was touched counts

@@ -252,6 +252,25 @@ def test_memory_is_made_ready_while_nothing_is_written(make_cluster: Callable[..
     assert held <= 256 * MIB + MIB
 
 
+def test_a_first_read_takes_memory_that_is_ready_and_a_second_none(make_cluster: Callable[..., LocalCluster]) -> None:
+    """The kernel's page cache grows by what is read; memory that nobody has touched costs more than the copy."""
+    cluster = make_cluster(1, {"memory": "256M", "prefault": "64M", "passthrough": "off"})
+    node = cluster.nodes[0]
+    wanted = put(node.mountpoint / "a", 24)
+
+    def ready() -> int:
+        return memory_below(node.staging / "spare")
+
+    until("64 MiB are ready", lambda: ready() == 64 * MIB)
+    with (node.mountpoint / "a").open("rb") as reader:
+        assert hashlib.file_digest(reader, "sha256").hexdigest() == wanted
+        assert ready() <= 48 * MIB
+        until("64 MiB are ready again", lambda: ready() == 64 * MIB)
+        reader.seek(0)
+        assert hashlib.file_digest(reader, "sha256").hexdigest() == wanted
+        assert ready() == 64 * MIB, "it was in the page cache"
+
+
 def read_error(path: Path) -> int:
     """The errno that reading a file gives; 0 if it can be read."""
     try:

@@ -49,6 +49,20 @@ def test_the_memory_of_a_removed_file_is_kept_and_given_to_the_next(memory: Path
     assert (staging.used_bytes, held_bytes(memory)) == (2 * MIB, 8 * MIB)
 
 
+def test_the_page_cache_of_a_reader_gets_spare_memory_too_in_small_pieces(memory: Path) -> None:
+    staging = opened(memory)
+    write(staging, "1.1.a", b"a" * (8 * MIB))
+    staging.remove("1.1.a")
+    for _ in range(3 * 8):
+        staging.make_cache_ready(MIB // 8)
+    assert (staging.spare_bytes, held_bytes(memory), staging.cached_bytes) == (5 * MIB, 5 * MIB, 3 * MIB)
+    staging.make_ready(MIB)  # a writer's huge page next, of what is left of one
+    assert staging.spare_bytes == held_bytes(memory) == 2 * MIB
+    for _ in range(9):
+        staging.make_cache_ready(MIB)
+    assert staging.spare_bytes == held_bytes(memory) == 0
+
+
 def test_what_somebody_has_open_is_kept_once_nobody_has(memory: Path) -> None:
     """A copy to the PFS that has just begun must not cost the next file its memory."""
     staging = opened(memory)
