@@ -28,7 +28,6 @@ from cachexfs.engine.stat import Attr
 from cachexfs.engine.vnode import WRITABLE, Handle, Vnode, keep_last, keep_time
 from cachexfs.errors import CacheXError, CatalogueUnavailableError, FsError, LateError, NotDurableError, quoted
 
-
 LARGE_READ_BYTES = 64 << 10  # by whoever reads ahead; less is not worth spare memory
 
 
