@@ -43,6 +43,7 @@ AHEAD_BYTES_MIN = 8 << 20
 RETRY_FIRST_S, RETRY_MAX_S = 0.25, 10.0
 COMMIT_DEADLINE_S = 120.0
 RENEW_AGAIN_S = 0.5
+_TOLD = (OpKind.PUT, OpKind.RENAME)  # what changes the path or the content that partners' manifests have
 
 
 @dataclass(slots=True)
@@ -64,7 +65,8 @@ class Replicator:
         self.manifests = Manifests(node, reader)
         self._sent: dict[tuple[str, str], _Sent] = {}
         self._wanted: dict[int, None] = {}
-        self._renewed: dict[int, None] = {}  # files whose partners' manifests may say what is past
+        # Files whose partners' manifests may say what is past; True: a partner could not be told, the log has it.
+        self._renewed: dict[int, bool] = {}
         self._busy: set[int] = set()
         self._retry_s: dict[int, float] = {}
         self._wake = trio.Event()
@@ -117,7 +119,7 @@ class Replicator:
             fid = stack.pop()
             stack += [entry.fid for entry in view.children(fid).values()]
             if self._holders_beyond(fid) or self._has_moved(fid):
-                self._renewed[fid] = None
+                self._renewed.setdefault(fid, False)
                 self._renew_wake.set()
 
     def _has_moved(self, fid: int) -> bool:
@@ -172,7 +174,7 @@ class Replicator:
         """Files that are not on the PFS, of which partners may not have been told everything: they were away, or the
         daemon before has died."""
         view = self.node.catalogue.view
-        unlanded = {op.fid for _, op, _ in view.ops() if op.kind == OpKind.PUT and op.owner == self.node.name}
+        unlanded = {op.fid for _, op, _ in view.ops() if op.kind in _TOLD and op.owner == self.node.name}
         writing = (fid for fid, inode in view.inodes() if inode.synced is not None and inode.writing == self.node.name)
         return unlanded.union(writing)
 
@@ -180,14 +182,15 @@ class Replicator:
         while True:
             await self._renew_wake.wait()
             self._renew_wake = trio.Event()
+            silent: set[str] = set()  # partners that one file of this round could not be told to
             for fid in list(self._renewed):
                 vnode = self.files.known(fid)
-                if vnode is None or not vnode.dirty:
-                    del self._renewed[fid]
-                    await self._renew_manifests(fid)
-                elif self._has_moved(fid):
-                    await self._sync_again(vnode)
-            if self._renewed:  # being written, or just being published
+                if vnode is not None and vnode.dirty:
+                    if self._has_moved(fid):
+                        await self._sync_again(vnode)
+                elif silent.isdisjoint(self._holders_beyond(fid)):
+                    await self._renew_manifests(fid, silent, is_logged=self._renewed.pop(fid))
+            if self._renewed:  # being written, just being published, or not told: a node lives before it listens
                 with trio.move_on_after(RENEW_AGAIN_S):
                     await self._renew_wake.wait()
                 self._renew_wake.set()
@@ -198,8 +201,11 @@ class Replicator:
         except (CacheXError, OSError, trio.TooSlowError) as error:
             log.debug("what was fsynced of %r has its old path at the partner: %s", vnode.fid, error)
 
-    async def _renew_manifests(self, fid: int) -> None:
-        """Tell the partners a file's present path, attributes and base. The bytes stay as they are."""
+    async def _renew_manifests(self, fid: int, silent: set[str], *, is_logged: bool) -> None:
+        """Tell the partners a file's present path, attributes and base. The bytes stay as they are.
+
+        One that cannot be told joins ``silent``, and the file comes after all others in the next round.
+        """
         view = self.node.catalogue.view
         inode, content = view.inode(fid), view.generation(fid)
         if inode is None or content is None or self.node.peers is None:
@@ -224,9 +230,14 @@ class Replicator:
                         if held.tree != content.tree or manifest == held:
                             continue  # a newer content has brought its own manifest
                         await self.node.peers.commit(name, content.stage, manifests.encode(manifest))
+            except FileNotFoundError as error:  # whoever reads the copy finds that out, too, and says so
+                log.warning("the manifest of %r at %s is not there: %s", self.reader.path(fid), name, error)
             except (CacheXError, OSError, trio.TooSlowError) as error:
-                # Only ``recover`` reads it, and nothing claims that it is new: a later change tries again.
-                log.warning("the manifest of %r at %s stays as it was: %s", self.reader.path(fid), name, error)
+                # Only ``recover`` reads it, and nothing claims that it is new.
+                level = logging.DEBUG if is_logged else logging.WARNING
+                log.log(level, "the manifest of %r at %s stays as it was: %s", self.reader.path(fid), name, error)
+                silent.add(name)
+                self._renewed[fid] = True
             finally:
                 if not sent.blocks and not sent.ahead_bytes and not sent.lock.locked():
                     self._sent.pop((name, content.stage), None)

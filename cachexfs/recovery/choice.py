@@ -70,11 +70,13 @@ class Candidate:
 
 @dataclass(slots=True)
 class Chosen:
-    """``wanted`` by path; ``superseded`` by a newer content; ``disputed``: (candidate, why)."""
+    """``wanted`` by path; ``superseded`` by a newer content; ``disputed``: (candidate, why); ``spent``: records without
+    their file, which has landed, or was not there yet when somebody ended."""
 
     wanted: dict[bytes, Candidate] = field(default_factory=dict)
     superseded: list[Candidate] = field(default_factory=list)
     disputed: list[tuple[Candidate, str]] = field(default_factory=list)
+    spent: list[Candidate] = field(default_factory=list)
 
 
 _decoder = msgspec.msgpack.Decoder(Record)

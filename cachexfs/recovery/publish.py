@@ -321,10 +321,11 @@ class Publisher:
                 self._land(candidate)
 
     def _clean(self) -> None:
-        """Hidden files that nobody needs any more: older contents of what is there, and second copies."""
+        """Hidden files that nobody needs any more: older contents of what is there, second copies, lone records."""
         settled = {c.record.fid for c in self.chosen.wanted.values() if self._settled(c.path)}
         doomed = [c for c in self.chosen.superseded if c.ready and c.record.fid in settled]
         doomed += [c for c in self.chosen.wanted.values() if c.hidden in self._ready and self._settled(c.path)]
+        doomed += [c for c in self.chosen.spent if self._settled(c.path)]
         for candidate in doomed:
             try:
                 self.target.discard(candidate.hidden)

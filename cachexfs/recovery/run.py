@@ -91,6 +91,7 @@ def _list(request: Request, stores: list[Store], progress: Progress) -> Listing:
             records = [
                 SafeFile(os.fsdecode(c.path), c.record.size, c.record.gen, c.record.job, c.hidden)
                 for c in _records(target, request, stores)
+                if c.ready
             ]
     return Listing(found, tuple(records))
 
@@ -122,7 +123,7 @@ def _check(committed: Committed, progress: Progress) -> str:
 
 
 def _records(target: Target, request: Request, stores: list[Store]) -> list[Candidate]:
-    """What is safe on the PFS under hidden names and belongs to the jobs in question."""
+    """What is safe on the PFS under hidden names and belongs to the jobs in question; not ``ready``: a record alone."""
     jobs = {request.job and safe_name(request.job)} if request.job else {store.job for store in stores}
     found = []
     for hidden, data, there, size in target.records():
@@ -131,8 +132,8 @@ def _records(target: Target, request: Request, stores: list[Store]) -> list[Cand
         except CorruptError:
             continue
         mine = not jobs or not record.job or safe_name(record.job) in jobs
-        if there and mine and size == record.size:
-            found.append(Candidate(record, hidden, ready=True))
+        if mine and (not there or size == record.size):
+            found.append(Candidate(record, hidden, ready=there))
     return found
 
 
@@ -144,7 +145,9 @@ def _bring(request: Request, to: str, stores: list[Store], progress: Progress) -
     published: dict[str, Outcome] = {}
     while True:
         replicas = [of_manifest(c.manifest, s.job, c.path) for s in stores for c in s.replicas]
-        chosen = choose([*replicas, *_records(target, request, stores)])
+        records = _records(target, request, stores)
+        chosen = choose([*replicas, *(c for c in records if c.ready)])
+        chosen.spent = [c for c in records if not c.ready]
         progress.files_total = len(chosen.wanted)
         progress.bytes_total = sum(c.record.size for c in chosen.wanted.values())
         progress.bytes_done = progress.files_done = 0

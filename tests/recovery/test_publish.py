@@ -170,10 +170,10 @@ def _member(name: str, cut: int, tree: Tree) -> Member:
 
 def publish(target: Target, held: list[Candidate]) -> list[Outcome]:
     """One run of a node that holds these."""
-    ready = [
-        Candidate(decode_record(data), hidden, ready=True) for hidden, data, there, _ in target.records() if there
-    ]  # fmt: skip
-    return Publisher(target, choose([*held, *ready]), lambda candidate: None, lambda count: None).run()
+    records = [Candidate(decode_record(data), hidden, ready=there) for hidden, data, there, _ in target.records()]
+    chosen = choose([*held, *(c for c in records if c.ready)])
+    chosen.spent = [c for c in records if not c.ready]
+    return Publisher(target, chosen, lambda candidate: None, lambda count: None).run()
 
 
 @pytest.mark.parametrize("seed", range(25))
@@ -258,6 +258,22 @@ def test_what_an_fsync_had_made_safe_is_there_though_the_next_one_was_cut_off(tm
     path.write_bytes(encode_record(record, 1 << 20))
     assert [outcome.outcome for outcome in publish(target, [])] == ["published"]
     assert (pfs / "f").read_bytes() == b"one"
+
+
+def test_the_record_of_what_landed_just_before_the_end_goes(tmp_path: Path) -> None:
+    """It stayed for good. One whose file is nowhere stays: another node may be making it."""
+    pfs, nvme = tmp_path / "pfs", tmp_path / "nvme"
+    pfs.mkdir()
+    target = Watched(pfs, lambda: None)
+    landed, other = candidates(pfs, nvme, {"f": b"landed", "g": b"other"})
+    target.prepare(landed)
+    target.prepare(other)
+    [file] = (pfs / ".cachexfs").rglob(landed.hidden)
+    file.rename(pfs / "f")
+    [file] = (pfs / ".cachexfs").rglob(other.hidden)
+    file.unlink()
+    assert [outcome.outcome for outcome in publish(target, [landed])] == ["there"]
+    assert [path.name for path in (pfs / ".cachexfs/tmp").rglob("*.rec")] == [f"{other.hidden}.rec"]
 
 
 def test_what_lies_elsewhere_is_not_touched(tmp_path: Path) -> None:

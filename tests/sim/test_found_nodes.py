@@ -607,3 +607,25 @@ def test_a_copy_that_its_lost_sender_had_not_recorded_is_found(away_s: float, *,
         assert there.data == b"only the partner has it"
 
     play(scene)
+
+
+@pytest.mark.parametrize("is_on_pfs", [False, True])
+def test_a_partner_that_did_not_hear_of_a_rename_is_told_again(*, is_on_pfs: bool) -> None:
+    """Its next daemon lives in the catalogue before it listens: after the loss of all the file had its old name."""
+
+    async def scene(pair: Pair) -> None:
+        partner = pair.seats[1].current
+        assert partner is not None
+        assert partner.store is not None
+        pair.faults.away = not is_on_pfs
+        await pair.write(0, ROOT_FID, b"old", b"bytes")
+        await trio.sleep(60)
+        pair.faults.away = True
+        pair.net.drop = 1.0
+        await pair.fs(0).rename(ROOT_FID, b"old", ROOT_FID, b"new", 0)
+        await trio.sleep(1)
+        pair.net.calm()
+        await trio.sleep(1)
+        assert [found.path for found in partner.store.list()] == [b"new"]
+
+    play(scene)
