@@ -33,6 +33,13 @@ def begin_change(tx: Tx, ctx: Ctx, fid: int) -> str:
     return route_for(tx, ctx, names[0][0]) if names else PARTNER
 
 
+def end_change(tx: Tx, ctx: Ctx, fid: int) -> None:
+    """Take the note back: nothing was changed after all."""
+    inode = tx.inode(fid)
+    if inode is not None and inode.writing == ctx.node:
+        tx.put(inode_key(fid), msgspec.structs.replace(inode, writing=""))
+
+
 @dataclass(frozen=True, slots=True)
 class Content:
     """What a publication says of the bytes. ``target`` is where a tracker's content points, relative to the

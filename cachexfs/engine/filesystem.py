@@ -9,6 +9,7 @@ transactions or by the locks of ``files``.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 
@@ -92,21 +93,35 @@ class Filesystem(Names):
         inode = self.node.catalogue.view.inode(self._fid(ino))
         if inode is not None and inode.kind != "f":
             raise FsError(errno.EISDIR if inode.kind == "d" else errno.EINVAL)
-        if handle is None:
-            await self.files.passing.settle(self.files.by_ino(ino))  # else what is published would be cut in place
-        vnode = handle.vnode if handle is not None else self.files.by_ino(ino)
-        before = vnode.size
-        await self.files.writing.truncate(vnode, size)
         if handle is not None:
-            handle.wrote = handle.wrote or vnode.dirty
-        elif vnode.dirty:  # no close follows truncate(2), and a writer may be one whose RELEASE is on its way
-            try:
-                await self.files.publishing.publish(vnode, request)
-            except (CacheXError, OSError) as error:
-                if not vnode.writers:
-                    self.files.unpublished.add(vnode, error)
-                raise
+            before = handle.vnode.size
+            await self.files.writing.truncate(handle.vnode, size)
+            handle.wrote = handle.wrote or handle.vnode.dirty
+            return size != before
+        await self.files.passing.settle(self.files.by_ino(ino))  # else what is published would be cut in place
+        vnode = self.files.by_ino(ino)
+        before = vnode.size
+        try:
+            await self._truncate_closed(vnode, size, request)
+        except (CacheXError, OSError) as error:
+            if vnode.dirty and not vnode.writers:
+                self.files.unpublished.add(vnode, error)
+            with contextlib.suppress(CacheXError, OSError):
+                await self.files.writing.end_change(vnode)
+            raise
         return size != before
+
+    async def _truncate_closed(self, vnode: Vnode, size: int, request: int | None) -> None:
+        """truncate(2): no close follows it, and a writer may be one whose RELEASE is on its way."""
+        publishing, writing = self.files.publishing, self.files.writing
+        may_be_refused = self.node.staging.is_spilled(vnode.stage) or size < vnode.sealed
+        if vnode.dirty and not vnode.passed and may_be_refused:
+            await publishing.publish(vnode)  # so that a truncation that NVMe refuses leaves the file as it was
+        clean = not vnode.dirty
+        await writing.truncate(vnode, size)
+        version = vnode.version
+        if vnode.dirty:
+            await publishing.publish(vnode, request, (lambda: writing.take_back(vnode, version)) if clean else None)
 
     # ---- files
     async def create(

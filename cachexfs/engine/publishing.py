@@ -23,7 +23,7 @@ from cachexfs.engine.node import Node
 from cachexfs.engine.passing import Passing
 from cachexfs.engine.vnode import Handle, Vnode, route_of
 from cachexfs.engine.writing import check_size
-from cachexfs.errors import CorruptError
+from cachexfs.errors import CorruptError, FsError
 
 DIGEST_AT_ONCE_BYTES_MAX = 1 << 20  # hashing so little costs less than telling the digest later
 Digests = tuple[bytes, bytes, list[bytes]]
@@ -53,25 +53,33 @@ class Publishing:
             vnode.content = generation if generation is not None else vnode.content
             self.on_released(vnode.fid)
 
-    async def publish(self, vnode: Vnode, request: int | None = None) -> None:
+    async def publish(
+        self, vnode: Vnode, request: int | None = None, on_refused: Callable[[], None] | None = None
+    ) -> None:
         """Make what was written before this call visible everywhere (FLUSH). Raises ``FsError`` (EIO, ENOSPC).
 
-        ``request``: what is published is all that this request asked for (``Requests``).
+        ``request``: what is published is all that this request asked for (``Requests``). ``on_refused``: called when
+        NVMe refuses before the catalogue has been told anything.
         """
         async with vnode.publish_lock:
-            await self._publish(vnode, request)
+            await self._publish(vnode, request, on_refused)
         vnode.rest()
 
-    async def _publish(self, vnode: Vnode, request: int | None) -> None:
+    async def _publish(self, vnode: Vnode, request: int | None, on_refused: Callable[[], None] | None) -> None:
         self.passing.refresh(vnode)
         if not vnode.dirty:
             return
         if vnode.removed or self.node.catalogue.view.inode(vnode.fid) is None:
             self._abandon(vnode)
             return
-        if self.node.staging.is_spilled(vnode.stage):
-            async with vnode.change_lock:  # a write may be under way
-                await self.source.sync_spilled(vnode.fd)
+        try:
+            if self.node.staging.is_spilled(vnode.stage):
+                async with vnode.change_lock:  # a write may be under way
+                    await self.source.sync_spilled(vnode.fd)
+        except FsError:
+            if on_refused is not None:
+                on_refused()
+            raise
         version, size = vnode.version, os.fstat(vnode.fd).st_size
         check_size(self.node, size)  # the kernel may have grown a passed file
         stage = vnode.stage

@@ -113,6 +113,32 @@ class Writing:
             os.ftruncate(vnode.fd, size)
         self._changed(vnode)
 
+    def take_back(self, vnode: Vnode, version: int) -> None:
+        """Undo a truncation that nobody has heard of, of a file that was as published before, unless it has changed
+        since ``version``."""
+        if (vnode.version, vnode.passed, vnode.backed, vnode.removed) != (version, 0, 0, False):
+            return
+        staging, stage = self.node.staging, vnode.stage
+        if stage == vnode.content.stage:  # it had grown where it was
+            try:
+                os.ftruncate(vnode.fd, vnode.content.size)
+            except OSError:
+                return
+            staging.recount(stage, vnode.fd)
+        else:
+            staging.remove(stage)
+        vnode.close_stage()
+        vnode.published, vnode.synced, vnode.digested = vnode.version, None, None
+
+    async def end_change(self, vnode: Vnode) -> None:
+        """A change has failed before it was made: the catalogue need not go on saying that the file is changing."""
+        async with vnode.change_lock:
+            inode = self.node.catalogue.view.inode(vnode.fid)
+            if inode is None or inode.writing != self.node.name or vnode.dirty or vnode.writers:
+                return
+            ctx = self.node.ctx()
+            await self.node.catalogue.mutate(lambda tx: publication.end_change(tx, ctx, vnode.fid))
+
     async def _begin(self, vnode: Vnode, offset: int, keep: int | None = None) -> None:
         """Make sure that a change at ``offset`` may go into ``vnode.fd`` (``keep``: bytes of the old content needed).
 

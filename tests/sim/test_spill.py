@@ -104,6 +104,41 @@ async def test_what_nvme_loses_of_a_growing_file_is_an_error_of_its_close_and_is
     assert not any("could not be published" in error for error in scene.life.node.known_errors())
 
 
+@pytest.mark.parametrize("size", [40 * KIB, 190 * KIB])
+@pytest.mark.parametrize("how", ["as published", "not published yet"])
+def test_a_truncation_that_nvme_refuses_leaves_the_file_as_it_was(how: str, size: int) -> None:
+    """It was shown, and published as soon as NVMe took it, though its caller had been told EIO."""
+
+    @full
+    async def truncate(scene: Scene, disk: Failing) -> None:
+        data = b"".join(b"%d" % at * 60 * KIB for at in range(3))
+        handle = await scene.create(b"a")
+        for at in range(3):
+            await scene.fs.write(handle, at * 60 * KIB, data[at * 60 * KIB : (at + 1) * 60 * KIB])
+        if how == "as published":
+            await scene.close(handle)
+            await trio.sleep(1)
+        await scene.create(b"in the way", b"x" * 90 * KIB)
+        disk.at = ("sync",)
+        for close in (scene.fs.flush, scene.fs.release) if how != "as published" else ():
+            with pytest.raises(FsError):
+                await close(handle)
+        ino = await scene.ino(b"a")
+        with pytest.raises(FsError) as error:
+            await scene.fs.setattr(ino, None, size=size)
+        assert error.value.errno == errno.EIO
+        assert (await scene.fs.getattr(ino)).size == len(data)
+        if how == "as published":
+            assert await scene.stage(b"a") != "writing"
+        disk.at, scene.faults.away = (), False
+        await trio.sleep(60)
+        assert await scene.read(b"a") == data
+        await scene.drained()
+        assert scene.on_pfs(b"a") == data
+
+    truncate()
+
+
 @full
 async def test_a_file_that_nvme_has_no_room_for_is_enospc_though_it_has_for_the_write(
     scene: Scene, disk: Failing
