@@ -91,11 +91,12 @@ class Plan:
     told: list[tuple[bytes, str]] = field(default_factory=list)
 
 
-def plan(view: Replica, tree: Tree, has_bytes: Callable[[Inode], bool]) -> Plan:
-    """Go through all that is pending. ``has_bytes``: whether anybody has a file's bytes outside the PFS."""
+def plan(view: Replica, tree: Tree, has_bytes: Callable[[Inode], bool], can_land: Callable[[Op], bool]) -> Plan:
+    """Go through all that is pending. ``has_bytes``: whether anybody has a file's bytes outside the PFS. ``can_land``:
+    whether anybody has those of a PUT of an earlier content, or others that may land in their place."""
     misplaced = set[bytes]()  # contents that would not land under their file's names: others may rest on them
     while True:
-        planner = _Planner(view, tree, has_bytes, misplaced)
+        planner = _Planner(view, tree, has_bytes, can_land, misplaced)
         for key, op, _ in view.ops():
             planner.take(key, op)
         planner.complete()
@@ -132,9 +133,14 @@ def doubtful(view: Replica, tree: Tree, found: Plan) -> list[tuple[bytes, Entry]
 
 class _Planner:
     def __init__(
-        self, view: Replica, tree: Tree, has_bytes: Callable[[Inode], bool], given_up: Collection[bytes]
+        self,
+        view: Replica,
+        tree: Tree,
+        has_bytes: Callable[[Inode], bool],
+        can_land: Callable[[Op], bool],
+        given_up: Collection[bytes],
     ) -> None:
-        self._view, self._has_bytes, self._given_up = view, has_bytes, given_up
+        self._view, self._has_bytes, self._can_land, self._given_up = view, has_bytes, can_land, given_up
         self._now, self._tree = tree, _copy(tree)  # what the PFS has, and what it is going to have
         self.misplaced = set[bytes]()
         self._puts: dict[tuple[int, int], list[bytes]] = {}  # (file id, generation) -> what is going to land it
@@ -169,9 +175,17 @@ class _Planner:
             return op
         if op.kind == OpKind.LINK:
             return self._link(op)
+        if op.kind == OpKind.PUT and self._is_gone(op):
+            self._give_up(op, "its bytes are gone, with what came after them")
+            return None
         if op.kind in (OpKind.PUT, OpKind.MKDIR, *_SPECIAL):
             return self._make(op)
         return self._without(op)
+
+    def _is_gone(self, op: Op) -> bool:
+        """Whether nobody has what a PUT lands, of a file of which later contents are known: it had been superseded."""
+        inode = self._view.inode(op.fid)
+        return inode is not None and op.gen < inode.gen and not op.ready and not self._can_land(op)
 
     def _make(self, op: Op) -> Op:
         self._need(parent_of(op.path))

@@ -76,13 +76,13 @@ class Mended:
             )
 
     async def _mend(self, pfs: Pfs) -> None:
-        view, has_bytes, self._told = self.node.catalogue.view, self._has_bytes, []
+        view, self._told = self.node.catalogue.view, []
         tree = await self._tree(pfs)
-        found = mending.plan(view, tree, has_bytes)
+        found = mending.plan(view, tree, self._has_bytes, self.drainer.ready.has_source)
         for path, entry in mending.doubtful(view, tree, found):
             await self._take_off(pfs, path, entry)
             tree.take(path)
-        found = mending.plan(view, tree, has_bytes)
+        found = mending.plan(view, tree, self._has_bytes, self.drainer.ready.has_source)
         for path in found.parents:
             await self._make(pfs, path)
         ctx = self.node.ctx()

@@ -63,7 +63,7 @@ class World:
             self.tree.put(path, Entry(kind, ino, 3))
 
     def planned(self, *, has_bytes: bool = True) -> Plan:
-        return plan(self.view, self.tree, lambda inode: has_bytes)
+        return plan(self.view, self.tree, lambda inode: has_bytes, lambda op: True)
 
 
 def test_a_rename_of_what_is_not_there_lands_the_content_under_its_new_name() -> None:

@@ -338,3 +338,25 @@ async def test_a_rename_that_has_been_and_whose_next_content_is_pending_holds_no
     assert scene.on_pfs(b"b") == b"second"
     await scene.drained()
     assert [scene.on_pfs(name) for name in (b"a", b"b")] == [None, b"the third"]
+
+
+@scene()
+async def test_a_content_that_had_been_superseded_and_is_gone_holds_nothing_up(scene: Scene) -> None:
+    """It was tried for ever: that it need not land, and that its file was removed, had been forgotten."""
+    scene.faults.away = True
+    await scene.write(b"a", b"one")
+    await _overwrite(scene, b"a", b"another")
+    fid = await scene.ino(b"a")
+    first = next(key for key, op in scene.life.catalogue.view.ops_of(fid) if op.kind == OpKind.PUT)
+    await scene.unlink(b"a")
+    scene.faults.away = False
+    await scene.drained()
+
+    def lost(revision: int, changes: list[Change]) -> bool:
+        return any(change.value is None and change.key in (first, inode_key(fid)) for change in changes)
+
+    await forgets(scene, lost)
+    await scene.write(b"b", b"two")
+    await scene.unlink(b"b")
+    await scene.drained()
+    assert "its bytes are gone" in scene.life.node.errors["journal"]
