@@ -116,13 +116,21 @@ def tear(tx: Tx, key: bytes, claimants: Collection[bytes], *, keep_name: bool = 
             tx.put(other, msgspec.structs.replace(op, cancelled=True))
 
 
-def release(tx: Tx, key: bytes) -> bool:
-    """Let a held withdrawal land. False when it is not there, or not held."""
+def release(tx: Tx, key: bytes, *, ready: bool = False) -> bool:
+    """Let a held withdrawal land; ``ready``: only as long as its successor is. False when it is not there, or not
+    held."""
     op = tx.read(key)
     if not isinstance(op, Op) or not op.held:
         return False
-    tx.put(key, msgspec.structs.replace(op, held=False))
+    tx.put(key, msgspec.structs.replace(op, held=False, ready=ready))
     return True
+
+
+def hold_again(tx: Tx, key: bytes) -> None:
+    """The successor that a withdrawal was released for is removed or replaced, and none is ready."""
+    op = tx.read(key)
+    if isinstance(op, Op) and op.ready:
+        tx.put(key, msgspec.structs.replace(op, held=True, ready=False))
 
 
 def take_back(tx: Tx, key: bytes) -> None:

@@ -160,10 +160,10 @@ class Op(Record, frozen=True, tag="p"):
     for ("" is the root) and ``target`` a second one for pointers. ``cancelled``: it must not be seen there.
     ``stage``, ``size`` and ``tree`` (their digest, once known) say which bytes a PUT lands: exactly those, also when a
     later generation exists. ``ready``: they lie on the PFS under a hidden name, synced, with their record. ``held``
-    marks a withdrawal until the next commit file is ready, or with ``lasting``, because members are removed, until
-    another one has landed. ``parked`` says how the PFS refused it repeatedly, or
-    "open": its writer has not closed the file. ``copies``: who had the bytes of a PUT when its file was removed, where
-    they are to land all the same.
+    marks a withdrawal until the next commit file is ready (it goes, marked ``ready``, as long as that one is), or with
+    ``lasting``, because members are removed, until another one has landed. ``parked`` says how the PFS refused it
+    repeatedly, or "open": its writer has not closed the file. ``copies``: who had the bytes of a PUT when its file was
+    removed, where they are to land all the same.
     """
 
     kind: str

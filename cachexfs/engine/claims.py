@@ -173,7 +173,7 @@ class Claims:
             self._nursery.start_soon(self._wait_for_next, key, op.path)
             return
         if found is not Successor.NONE:
-            await self._release(key)
+            await self._release(key, ready=found is Successor.REPLACED)
             return
         if not claims.all_ready(order, key):
             return
@@ -208,11 +208,11 @@ class Claims:
         self._graced[key] = None
         self._look_at(path)
 
-    async def _release(self, key: bytes, restored: int = 0) -> None:
+    async def _release(self, key: bytes, restored: int = 0, *, ready: bool = False) -> None:
         ctx: Ctx = self.node.ctx()
 
         def release(tx: Tx) -> None:
-            if claims.release(tx, key) and restored:
+            if claims.release(tx, key, ready=ready) and restored:
                 claims.restore(tx, ctx, restored)
 
         await self.node.catalogue.mutate(release)

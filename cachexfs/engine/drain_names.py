@@ -15,9 +15,10 @@ from dataclasses import replace
 import msgspec
 import trio
 
-from cachexfs.core import publication
+from cachexfs.core import claims, publication
 from cachexfs.core import records as rec
 from cachexfs.core.changes import finish_op
+from cachexfs.core.claims import Successor
 from cachexfs.core.order import PendingOrder
 from cachexfs.core.records import Inode, Op, OpKind, PfsCopy
 from cachexfs.core.transaction import Tx
@@ -188,9 +189,16 @@ class DrainNames:
 
     # ---- commit files
     async def _withdraw(self, key: bytes, op: Op) -> None:
-        """Take a commit file off the PFS before what it names changes there. The claim falls first."""
+        """Take a commit file off the PFS before what it names changes there. The claim falls first.
+
+        What is to take its place may have been removed or replaced while this waited for its turn.
+        """
+        view = self.node.catalogue.view
+        if op.ready and claims.successor(view, self.order, key) is Successor.NONE:
+            await self.node.catalogue.mutate(lambda tx: claims.hold_again(tx, key))
+            return
         hidden = f"{op.fid:x}.{op.gen:x}"
-        before = self.node.catalogue.view.inode(op.fid)
+        before = view.inode(op.fid)
         again = before is not None and before.pfs is not None and before.pfs.hidden == hidden
 
         def fall(tx: Tx) -> bool:

@@ -11,6 +11,8 @@ import trio
 from sim_check import commit_file
 from test_found import Scene, _overwrite, die_at, scene
 
+from cachexfs.engine.turns import CHANGES_MAX
+
 OLD, NEW = {b"m": b"one", b"n": b"1"}, {b"m": b"two", b"n": b"2"}
 
 
@@ -79,6 +81,33 @@ async def test_a_reader_sees_the_old_checkpoint_until_the_new_one_is_ready(scene
     assert all(there == OLD_SEEN for there in seen[:gone])
     assert all(there[b".metadata"] is None for there in seen[gone:] if there != NEW_SEEN)
     assert _seen(scene) == NEW_SEEN
+
+
+@scene()
+async def test_one_that_is_replaced_just_before_it_lands_does_not_take_the_old_one_with_it(scene: Scene) -> None:
+    """All of the second was ready, and the withdrawal of the first waited for its turn."""
+    await _old(scene)
+    turns, others = scene.life.parts.drainer._meta_slots, [object() for _ in range(CHANGES_MAX)]
+    for other in others:
+        await turns.acquire_on_behalf_of(other)
+    await _save(scene, NEW, 2)
+    with trio.fail_after(60):
+        while any(op.held for _, op, _ in scene.life.catalogue.view.ops()):  # noqa: ASYNC110
+            await trio.sleep(0.1)
+    last = {b"m": b"three", b"n": b"3"}
+    await _save(scene, last, 3)
+    assert _seen(scene) == OLD_SEEN
+    ready = {*last.values(), commit_file(3, last)}
+
+    def before(step: str) -> None:
+        there = {ino.data for ino in (*scene.store.tmp.entries.values(), *scene.store.walk().values())}
+        assert _seen(scene) == OLD_SEEN or ready <= there
+
+    scene.before = before
+    for other in others:
+        turns.release_on_behalf_of(other)
+    await scene.drained()
+    assert _seen(scene) == {**last, b".metadata": commit_file(3, last)}
 
 
 @scene()
