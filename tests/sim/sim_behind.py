@@ -34,6 +34,15 @@ class Careful(Worker):
         await super().start()
         await self.shown()
 
+    def pick(self, kind: str, *, free: bool = False) -> bytes | None:
+        """See ``Worker``: a commit file is not shown while a member is lost."""
+        path = super().pick(kind, free=free)
+        withheld = path is not None and path.endswith(b"/.metadata") and self._has_lost(path.rpartition(b"/")[0])
+        return None if withheld else path
+
+    def _has_lost(self, directory: bytes) -> bool:
+        return self.world.is_touched(self.base + b"/" + directory)  # type: ignore[attr-defined,no-any-return]
+
     async def verify(self) -> None:
         """See ``Client``."""
 
