@@ -5,7 +5,8 @@ next ones are still on their way, or are removed before they get there. So the w
 held (``core/claims``), the removal of all that it names waits for that, and ``Claims`` asks here when it may go. It
 stays for what is going to land only: nothing waits for a checkpoint that the PFS refuses, or whose bytes are lost, and
 the last one of all goes when it is removed. Checkpoints that list their members, of one *series*: paths that differ in
-numbers alone.
+the numbers of one directory's name alone, as ``run1/step-5`` and ``run1/step-9``; ``run2/step-9`` is another series.
+Where there are several, as ``run2/step-5``, what differs in a name further down is nearer, and decides.
 
 Concurrency: none; a catalogue listener, and looks at the replica.
 """
@@ -23,6 +24,7 @@ from cachexfs.core.waits import Waits
 from cachexfs.engine.node import Node
 
 _NUMBER = re.compile(rb"\d+")
+NONE = -2  # less than any place in a path, or than that of the root
 LOOKS_MAX = 256  # at what landed last: asked at each removal of a member
 _LANDS = (OpKind.PUT, OpKind.RENAME, OpKind.LINK)
 
@@ -73,25 +75,36 @@ class LastWhole:
 
     def stays(self, fid: int, path: bytes) -> bool:
         """The same of one that is at that path on the PFS, and may have been removed from the mount."""
-        series, comes = _NUMBER.sub(b"#", path), False
+        view, series, parts = self.node.catalogue.view, _NUMBER.sub(b"#", path), path.split(b"/")
+        there, coming = set[int](), set[int]()  # how near those are that have landed, and those on their way
         for other in islice(reversed(self._landed), LOOKS_MAX):
-            if other == fid or not self._is_of(other, series) or self._leaves(other):
+            near = self._nearness(other, series, parts) if other != fid else None
+            if near is None or self._leaves(other):
                 continue
-            names = list(self.node.catalogue.view.pending_renames(self.node.catalogue.view.path(other) or b""))
+            names = list(view.pending_renames(view.path(other) or b""))
             if not names:
-                return False
-            comes = comes or not any(map(self._waits.stuck, names))
-        return comes or any(
-            other != fid and self._is_of(other, series) and not self._waits.stuck(key)
-            for key, other in self._coming.items()
-        )
+                there.add(near)
+            elif not any(map(self._waits.stuck, names)):
+                coming.add(near)
+            if len(parts) - 2 in there:
+                return False  # none is nearer
+        for key, other in self._coming.items():
+            near = self._nearness(other, series, parts) if other != fid and not self._waits.stuck(key) else None
+            coming.update(() if near is None else (near,))
+        return max(coming, default=NONE) > max(there, default=NONE)
 
     def _leaves(self, fid: int) -> bool:
         return any(op.kind == OpKind.WITHDRAW for _, op in self.node.catalogue.view.ops_of(fid))
 
-    def _is_of(self, fid: int, series: bytes) -> bool:
+    def _nearness(self, fid: int, series: bytes, parts: list[bytes]) -> int | None:
+        """Which directory alone on its path is not as in ``parts``, whose numbers ``series`` leaves out; None: it is of
+        another series. The last one where it is to be at that very path."""
         path = self.node.catalogue.view.path(fid)
-        return path is not None and _NUMBER.sub(b"#", path) == series
+        if path is None or _NUMBER.sub(b"#", path) != series:
+            return None
+        others = [at for at, (mine, other) in enumerate(zip(parts, path.split(b"/"), strict=True)) if mine != other]
+        last = len(parts) - 2
+        return None if len(others) > 1 or others == [last + 1] else others[0] if others else last
 
 
 def _last(path: bytes) -> bytes:

@@ -162,6 +162,11 @@ PLANTED = {
         "if skipped:\n            _mend_commits(view)",
         "pass",
     ),
+    "the last whole checkpoint goes before the next is there": (
+        "rotate", "300000-300059", "engine/last_whole.py",
+        "return fid in self._landed and path is not None and self.stays(fid, path)",
+        "return False",
+    ),
     "what somebody has changed on the PFS is still claimed there": (
         "behind", "0-19", "core/publication.py",
         "there = msgspec.structs.replace(before, missing=True)",

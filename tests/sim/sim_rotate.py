@@ -3,7 +3,8 @@
 Role: a scenario. A save's ranks write their members on different nodes; it is made in its directory, or in another that
 is renamed then; the next may begin before it is complete. Then a pointer is written, and the oldest go. What an
 application is refused ends its save, as it would end a job. Once a whole checkpoint is on the PFS there is one at every
-moment, a power cut there included, unless ``status`` says that they are removed too fast.
+moment, a power cut there included, unless the mount has no other whose bytes are somewhere and that the PFS takes, and
+``status`` says that they are removed too fast.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import os
 from collections.abc import AsyncIterator, Awaitable, Callable
 
 import trio
+import xxhash
 from sim_check import COMMIT, POINTER, Violation, commit_file
 from sim_life import SimFilesystem
 from sim_steps import Steps
@@ -20,6 +22,7 @@ from sim_store import Ino
 from sim_work import Worker
 
 from cachexfs.core.changes import NewAttrs
+from cachexfs.core.order import covers, paths_of
 from cachexfs.core.records import ROOT_FID
 from cachexfs.errors import FsError
 
@@ -179,8 +182,8 @@ class Rotate(Steps):
             elif base in self._has:
                 self._has.discard(base)
                 self.counts["none is there"] += 1
-                if not self._is_told():
-                    raise Violation(f"rotation: after {when}, {base!r} has no whole checkpoint on the PFS any more")
+                if why := self._why_none(base):
+                    raise Violation(f"rotation: after {when}, {base!r} has no whole checkpoint on the PFS: {why}")
 
     def _has_landed(self, path: bytes) -> bool:
         """Whether the catalogue knows that a commit file has come to its place."""
@@ -190,12 +193,53 @@ class Rotate(Steps):
         there = inode is not None and inode.pfs is not None and inode.pfs.gen == inode.gen
         return there and fid is not None and not state.is_moving(fid)
 
-    def _is_told(self) -> bool:
-        """Or what was written before the removal cannot land: it is lost, or refused, for want of room perhaps."""
-        if self.losses or any(op.parked for _, op, _ in self.log.state.ops()):
-            return True
+    # ---- why none is there
+    def _why_none(self, base: bytes) -> str:
+        """Why that must not be; empty where the mount has no other that could land, and that is told."""
+        others = self._whole_in_mount(base)
+        coming = [path for path in others if not self._is_parked(path)]
+        if coming:
+            return f"{coming[0]!r} is whole in the mount, and on its way"
+        self.counts["parked" if others else "none is whole in the mount"] += 1
         lives = [seat.current for seat in self.seats if seat.current is not None and not seat.current.dead]
-        return any("outrun" in life.node.errors for life in lives) or not lives
+        is_told = others or not lives or any("outrun" in life.node.errors for life in lives)
+        return "" if is_told else "nothing is to take its place, and nobody says so"
+
+    def _whole_in_mount(self, base: bytes) -> list[bytes]:
+        """Checkpoints of an application that are whole in the catalogue, of whose bytes a live node has each."""
+        state, found = self.log.state, []
+        commits = {xxhash.xxh3_128_digest(commit): members for commit, members in self.saves.made.items()}
+        above = state.find(ROOT_FID, base)
+        for name, entry in state.children(above).items() if above is not None else ():
+            files = state.children(entry.fid) if entry.kind == "d" else {}
+            commit = state.generation(files[COMMIT].fid) if COMMIT in files else None
+            members = commits.get(commit.digest) if commit is not None else None
+            if members is None or not self._is_somewhere(files[COMMIT].fid):
+                continue
+            if all(name in files and self._is_as(files[name].fid, data) for name, data in members.items()):
+                found.append(base + b"/" + name)
+        return found
+
+    def _is_as(self, fid: int, data: bytes) -> bool:
+        content = self.log.state.generation(fid)
+        return content is not None and content.digest == xxhash.xxh3_128_digest(data) and self._is_somewhere(fid)
+
+    def _is_somewhere(self, fid: int) -> bool:
+        """Whether a file's bytes have landed, or a live node has them."""
+        state = self.log.state
+        inode, content = state.inode(fid), state.generation(fid)
+        if inode is None or content is None:
+            return False
+        if inode.pfs is not None and inode.pfs.gen == inode.gen and not inode.pfs.missing:
+            return True
+        lives = [seat.current for seat in self.seats if seat.current is not None and state.is_live(seat.name)]
+        return any(self.checkers.has(life, content) for life in lives)
+
+    def _is_parked(self, path: bytes) -> bool:
+        """Whether the PFS has refused, repeatedly, something that brings a checkpoint there."""
+        names = [path, *(op.path for _, op, _ in self.log.state.ops() if op.path2 == path)]
+        ops = [op for _, op, _ in self.log.state.ops() if op.parked]
+        return any(covers(name, other) or covers(other, name) for op in ops for other in paths_of(op) for name in names)
 
     def _whole(self, base: Ino, *, kept: bool = False) -> list[bytes]:
         found = []

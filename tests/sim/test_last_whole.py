@@ -158,6 +158,58 @@ def test_another_series_neither_holds_it_nor_replaces_it() -> None:
     two()
 
 
+@pytest.mark.parametrize("below", [b"", b"/weights"])
+def test_that_of_another_run_does_not_replace_it(below: bytes) -> None:
+    """Its directory differed in numbers alone, too: what it had there let the last one of this run go."""
+
+    @scene()
+    async def two(scene: Scene) -> None:
+        for directory in (b"run1", b"run2", *(b"run%d/s%d" % of for of in ((1, 1), (2, 2), (1, 3)) if below)):
+            await scene.mkdir(directory)
+        for directory in (b"run1/s1", b"run2/s2"):
+            await save(scene, directory + below)
+        await scene.drained()
+        scene.faults.away = True
+        await save(scene, b"run1/s3" + below)
+        await remove(scene, b"run1/s1" + below)
+        assert [op.path for _, op, _ in scene.life.catalogue.view.ops() if op.held] == [
+            b"run1/s1" + below + b"/.metadata"
+        ]
+        scene.faults.away = False
+        await scene.drained()
+        assert whole(scene, b"run1/s3" + below)
+        assert scene.on_pfs(b"run1/s1" + below + b"/m") is None
+
+    two()
+
+
+def test_a_commit_file_beside_it_does_not_replace_it() -> None:
+    """Each rank's own: they differ in numbers alone."""
+
+    @scene()
+    async def ranks(scene: Scene) -> None:
+        commits = {b"__%d.metadata" % rank: commit_file(rank, {b"m%d" % rank: b"one"}) for rank in range(2)}
+
+        async def write(directory: bytes) -> None:
+            await scene.mkdir(directory)
+            for rank, (name, data) in enumerate(commits.items()):
+                await scene.write(directory + b"/m%d" % rank, b"one")
+                await scene.write(directory + b"/" + name, data)
+
+        await write(b"s1")
+        await scene.drained()
+        scene.faults.away = True
+        await write(b"s2")
+        await remove(scene, b"s1", (b"m0", b"m1", *commits))
+        held = [op.path for _, op, _ in scene.life.catalogue.view.ops() if op.held]
+        assert sorted(held) == [b"s1/__0.metadata", b"s1/__1.metadata"]
+        scene.faults.away = False
+        await scene.drained()
+        assert scene.on_pfs(b"s1/m0") is None
+
+    ranks()
+
+
 @pytest.mark.parametrize("order", ORDERS)
 def test_one_that_is_to_have_the_name_of_the_last_takes_its_place(order: tuple[bytes, ...]) -> None:
     """Its new name waits for the removal: until then it is whole under the old one."""
