@@ -34,13 +34,14 @@ class Faults:
     hang: float = 0.0
     hide: float = 0.0
     away: bool = False  # nothing answers
+    slow_s: float = 0.0  # what writing a piece of a file takes at most; names change as fast as ever
     refused: dict[str, int] = field(default_factory=dict)  # kinds of steps that fail every time, and their errno
     stuck: set[str] = field(default_factory=set)  # kinds of steps that hang every time
     hidden: set[bytes] = field(default_factory=set)  # what is not found for a while, with all below it
     denied: set[bytes] = field(default_factory=set)  # names that were there and were not found, so far
 
     def calm(self) -> None:
-        self.error = self.full = self.hang = self.hide = 0.0
+        self.error = self.full = self.hang = self.hide = self.slow_s = 0.0
         self.away = False
         for faults in (self.refused, self.stuck, self.hidden):
             faults.clear()
@@ -80,6 +81,8 @@ class SimPfs:
         """One system call: its faults, its effect, its look from outside."""
         rng, faults, epoch = self._rng, self.faults, self.store.epoch
         await trio.sleep(rng.choice([0.0, 0.0005, 0.01]))
+        if faults.slow_s and what == "write part":
+            await trio.sleep(rng.uniform(0, faults.slow_s))
         if faults.away or what in faults.stuck or rng.random() < faults.hang:
             await self._hang(what, action, deadline_s, paths)
         self.state = "ok"  # it answers, if only with an error

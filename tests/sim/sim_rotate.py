@@ -157,8 +157,14 @@ class Rotate(Steps):
         rng = self.random
         self.keep, self.overlap, self.pause_s = rng.choice([1, 1, 2, 3]), rng.choice([1, 2]), rng.choice([0.1, 1, 20])
         self.events = rng.choice(
-            [Steps.events, ("away", "away", "away", "calm"), ("kill", "strike", "away", "stick", "calm")]
+            [
+                (*Steps.events, "slow"),
+                ("away", "away", "slow", "calm"),
+                ("slow",),
+                ("kill", "strike", "away", "stick", "slow", "calm"),
+            ]
         )
+        self.first_s = rng.choice([0, 30, 30])  # nothing happens before there is one, but for so long at most
         self._has: set[bytes] = set()  # bases that have had a whole checkpoint on the PFS
 
     def stepped(self, what: str) -> None:
@@ -168,6 +174,13 @@ class Rotate(Steps):
 
     async def happen(self, event: str, seat: object) -> None:
         """See ``Cluster``."""
+        with trio.move_on_after(self.first_s):
+            while not self._has:  # noqa: ASYNC110
+                await trio.sleep(0.1)
+        if event == "slow":
+            self.faults.slow_s = self.random.choice([1, 5, 15])
+            await trio.sleep(self.random.choice([0, 1, 30, 100]))
+            return
         await super().happen(event, seat)  # type: ignore[arg-type]
         if event == "cut":
             self._one_is_there("a power cut")

@@ -14,6 +14,8 @@ from sim_limit import Limits, limited, processor_limit
 from sim_one import Run
 from sim_run import MEMORY, SCENARIOS, first, inline_threads, simulate
 
+from cachexfs.engine.last_whole import LastWhole
+
 #: Seeds in the suite; a run of the cluster takes ten times as long as one of a node.
 SEEDS = {
     "one": [range(at, at + 20) for at in range(0, 60, 20)],
@@ -117,6 +119,13 @@ def test_a_run_that_does_not_end_says_what_waits(how: str) -> None:
     assert isinstance(found, Violation)
     assert "waits_for_ever" in str(found)
     assert ("hang: 1 s of processor" if how in ("never waits", "drops an error") else "hang: no end") in str(found)
+
+
+def test_a_last_checkpoint_that_goes_too_early_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LastWhole, "keeps", lambda self, fid: False)
+    seeds = range(300020, 300050)
+    with pytest.raises(AssertionError, match=r"rotation: .* is whole in the mount, and on its way"):
+        any(run(seed, "rotate") is None for seed in seeds)
 
 
 #: Scenario -> its seeds in the suite, and what these are to have seen at least once: else they show nothing.
