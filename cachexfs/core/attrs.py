@@ -10,7 +10,7 @@ import stat
 
 import msgspec
 
-from cachexfs.core.changes import Ctx, issue, issue_dirattr, path_of
+from cachexfs.core.changes import Ctx, covers_another, has_own_place, issue, issue_dirattr, path_of
 from cachexfs.core.records import DirTimes, Inode, Op, OpKind, inode_key, times_key
 from cachexfs.core.transaction import Tx
 from cachexfs.errors import FsError
@@ -64,6 +64,8 @@ def set_attrs(
 def _issue_attr(tx: Tx, ctx: Ctx, fid: int, inode: Inode) -> None:
     """What is on the PFS, or on its way there, gets a file's new attributes."""
     _, newest = next(tx.latest_ops_of(fid), (b"", None))
+    if covers_another(inode) and not has_own_place(tx, fid):
+        return  # its bytes bring them
     if (inode.pfs is not None or newest is not None) and tx.names_of(fid):
         path = path_of(tx, fid)
         if newest is None or newest.kind != OpKind.ATTR or newest.path != path:

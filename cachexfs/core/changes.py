@@ -32,6 +32,7 @@ from cachexfs.errors import FsError
 
 NAME_BYTES_MAX = 255
 PATH_BYTES_MAX = 4096
+NO_GEN = 0  # in ``PfsCopy``: what is there is no content of this file
 EMPTY_DIGEST = bytes.fromhex("99aa06d3014798d86001c324468d497f")  # xxh3_128 of no bytes
 
 #: (fid, generation) of a commit file -> relative names of its members, or None when not known (yet).
@@ -125,8 +126,22 @@ def issue_dirattr(tx: Tx, ctx: Ctx, fid: int) -> None:
 
 
 def may_be_on_pfs(tx: Tx, fid: int) -> bool:
+    """Whether the PFS may have something under a name of this file, another file's content included."""
     inode = tx.inode(fid)
     return inode is not None and (inode.pfs is not None or tx.has_ops(fid))
+
+
+def covers_another(inode: Inode) -> bool:
+    """Whether all that the PFS may have under a file's name is another one's content, which it has replaced."""
+    return inode.kind == "f" and inode.pfs is not None and inode.pfs.gen == NO_GEN
+
+
+def has_own_place(tx: Tx, fid: int) -> bool:
+    """Whether a file itself is on the PFS, or on its way there: only then can something be done to it there."""
+    inode = tx.inode(fid)
+    if inode is None or inode.kind != "f" or (inode.pfs is not None and not covers_another(inode)):
+        return may_be_on_pfs(tx, fid)
+    return any(op.kind == OpKind.PUT for _, op in tx.latest_ops_of(fid))
 
 
 def is_clustered(tx: Tx) -> bool:

@@ -12,11 +12,13 @@ import msgspec
 
 from cachexfs.core.changes import (
     EMPTY_DIGEST,
+    NO_GEN,
     PATH_BYTES_MAX,
     Ctx,
     NewAttrs,
     check_name,
     directory,
+    has_own_place,
     is_clustered,
     issue,
     issue_dirattr,
@@ -47,7 +49,6 @@ from cachexfs.core.routes import route_for
 from cachexfs.core.transaction import Tx
 from cachexfs.errors import FsError
 
-NO_GEN = 0  # in ``PfsCopy``: what is there is no content of this file
 LINKS_MAX = 65_000  # as ext4: so that the PFS can have as many
 
 
@@ -134,7 +135,7 @@ def link(tx: Tx, ctx: Ctx, fid: int, parent: int, name: bytes) -> Inode:
         raise FsError(errno.EMLINK)
     old, above = path_of(tx, fid), path_of(tx, parent)
     inode = msgspec.structs.replace(inode, nlink=inode.nlink + 1, ctime_ns=ctx.now_ns)
-    present = may_be_on_pfs(tx, fid)
+    present = has_own_place(tx, fid)
     tx.put(dirent_key(parent, name), Dirent(fid, inode.kind))
     tx.put(inode_key(fid), inode)
     touch(tx, ctx, parent)
@@ -278,7 +279,7 @@ def rename(tx: Tx, ctx: Ctx, parent: int, name: bytes, parent2: int, name2: byte
     if entry.kind == "d" and (new + b"/").startswith(old + b"/"):
         raise FsError(errno.EINVAL)
     _check_replaceable(tx, entry, replaced)
-    present = entry.kind == "d" or may_be_on_pfs(tx, entry.fid)
+    present = entry.kind == "d" or has_own_place(tx, entry.fid)
     covers = None if present or replaced is None else _covered(tx, replaced)
     claimed = False
     if entry.kind != "d":
@@ -294,8 +295,10 @@ def rename(tx: Tx, ctx: Ctx, parent: int, name: bytes, parent2: int, name2: byte
     tx.delete(dirent_key(parent, name))
     tx.put(dirent_key(parent2, name2), entry)
     inode = tx.inode(entry.fid)
+    covered = None if present or inode is None else inode.pfs  # under its old name: that goes
     if inode is not None:
-        tx.put(inode_key(entry.fid), msgspec.structs.replace(inode, ctime_ns=ctx.now_ns, pfs=inode.pfs or covers))
+        stays = inode.pfs if covered is None or inode.nlink > 1 else None
+        tx.put(inode_key(entry.fid), msgspec.structs.replace(inode, ctime_ns=ctx.now_ns, pfs=covers or stays))
     touch(tx, ctx, parent)
     if parent2 != parent:
         touch(tx, ctx, parent2)
@@ -305,6 +308,8 @@ def rename(tx: Tx, ctx: Ctx, parent: int, name: bytes, parent2: int, name2: byte
             target=above if above != above2 else None,
         )  # fmt: skip
         issue(tx, ctx, op)
+    elif covered is not None:
+        issue(tx, ctx, Op(OpKind.UNLINK, old, ctx.node, fid=entry.fid, commit=True, below=above))
     return replaced.fid if replaced is not None else None
 
 

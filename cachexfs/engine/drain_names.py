@@ -17,7 +17,7 @@ import trio
 
 from cachexfs.core import claims, publication
 from cachexfs.core import records as rec
-from cachexfs.core.changes import finish_op
+from cachexfs.core.changes import covers_another, finish_op
 from cachexfs.core.claims import Successor
 from cachexfs.core.order import PendingOrder
 from cachexfs.core.records import Inode, Op, OpKind, PfsCopy
@@ -138,6 +138,8 @@ class DrainNames:
                     await self._run("unlink", op.path2)
                 await self._run("unlink", op.path)  # gone, and perhaps not synced
                 return
+            if there is None and covers_another(inode):
+                return  # of an older version: what the name's former file had there has gone with it
             if there is None or there.kind != inode.kind:
                 raise
             landed = inode.pfs if inode.kind == "f" and not self.order.put_after(key, op.path2) else None
