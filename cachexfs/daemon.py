@@ -168,9 +168,9 @@ class Daemon:
         return [
             parts.reader.fills.run, parts.replicator.run, parts.drainer.run, parts.claims.run, parts.keeper.run,
             parts.takeover.run, parts.denied.run, parts.reclaim.run, parts.completeness.commit_files.run,
-            parts.files.passing.watch, parts.files.follow_maps, parts.files.unpublished.run, self._forecast.run,
-            self._retention.run, Reserve(node).run, partial(recover.verify, node),
-            partial(self._look_at_pfs, parts), partial(keep_clock, node, self.clock),
+            parts.files.passing.watch, parts.files.follow_maps, parts.files.unpublished.run,
+            parts.files.publishing.late_digests.run, self._forecast.run, self._retention.run, Reserve(node).run,
+            partial(recover.verify, node), partial(self._look_at_pfs, parts), partial(keep_clock, node, self.clock),
         ]  # fmt: skip
 
     def _control(self, parts: Parts) -> ControlServer:

@@ -17,6 +17,7 @@ from cachexfs.engine.health import pfs_health
 from cachexfs.engine.node import Node
 
 PREFIX = b"user.cachex."
+DIGEST = PREFIX + b"digest"
 MISSING_SHOWN_MAX = 64
 ETA_S_MIN = 0.001  # zero is only what is reached
 COPY_SLOWER = 2.0  # by which a copy that is under way may still slow down

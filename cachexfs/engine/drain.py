@@ -262,6 +262,7 @@ class Drainer:
             await self.puts.tear(key, op)
             return
         if not state.ready:
+            await self.files.publishing.late_digests.wait(op.fid)  # its recovery record has them
             async with self._copy_slots.slot(self.waits.order.seq(key)):
                 current = await self.owners.own(key, begin=False)
                 if current is None or self.files.busy(op.fid):
@@ -294,6 +295,7 @@ class Drainer:
     async def _withhold(self, key: bytes, op: Op, state: State) -> None:
         """It lands under a hidden name, from where it comes back once it is whole (``claims``)."""
         if not state.ready:
+            await self.files.publishing.late_digests.wait(op.fid)
             async with self._copy_slots.slot(self.waits.order.seq(key)):
                 if await self.owners.own(key, begin=False) != op:
                     return

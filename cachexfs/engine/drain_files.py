@@ -140,6 +140,14 @@ class DrainFiles:
                 source, done = moved, -1
         self._made.setdefault(op.fid, {})[op.hidden] = op.gen  # also if another node has landed that meanwhile
         self._paths[op.hidden], self._trees[op.hidden] = op.path, (tree,)
+        self._forget_if_over(op)
+
+    def _forget_if_over(self, op: Op) -> None:
+        """It has landed, or its file has been removed, while an fsync still copied it: nothing will land it again."""
+        inode = self.node.catalogue.view.inode(op.fid)
+        over = _GEN_MAX if inode is None else _landed_gen(inode)
+        if self._nursery is not None and op.gen <= over and op.hidden not in self._to_land(op.fid):
+            self._nursery.start_soon(self._forget_file, op.fid, over)
 
     def _note_made(self, fid: int, hidden: str, gen: int) -> None:
         made = self._made.setdefault(fid, {})

@@ -29,6 +29,7 @@ from cachexfs.engine.stat import Attr
 from cachexfs.engine.vnode import WRITABLE, Handle, Vnode, keep_last, keep_time
 from cachexfs.errors import CacheXError, CatalogueUnavailableError, FsError, LateError, NotDurableError, quoted
 
+DIGEST_WAIT_S = 1.0
 LARGE_READ_BYTES = 64 << 10  # by whoever reads ahead; less is not worth spare memory
 
 
@@ -362,6 +363,11 @@ class Filesystem(Names):
             keep_last(vnode)
             return
         await self._mutate(lambda tx: attrs.set_xattr(tx, ctx, fid, name, value), request)
+
+    async def await_digest(self, ino: int) -> None:
+        """Somebody asks for the digest of a file that may have been closed just now: a moment until it is known."""
+        with trio.move_on_after(DIGEST_WAIT_S):
+            await self.files.publishing.late_digests.wait(self._fid(ino))
 
     async def xattrs(self, ino: int) -> dict[bytes, bytes]:
         """All ``user.cachex.*`` attributes of a file or directory."""

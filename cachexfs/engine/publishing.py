@@ -19,6 +19,7 @@ from cachexfs.core.publication import Content
 from cachexfs.core.records import Copy, Generation
 from cachexfs.core.transaction import Tx
 from cachexfs.engine.interfaces import ContentSource
+from cachexfs.engine.late_digests import LateDigests
 from cachexfs.engine.node import Node
 from cachexfs.engine.passing import Passing
 from cachexfs.engine.vnode import Handle, Vnode, route_of
@@ -36,6 +37,8 @@ class Publishing:
         self.node = node
         self.source = source
         self.passing = passing
+        self.digest_at_once_bytes = DIGEST_AT_ONCE_BYTES_MAX
+        self.late_digests = LateDigests(self._tell_late)
         self.on_released: Callable[[int], None] = lambda fid: None
 
     async def flush(self, handle: Handle) -> None:
@@ -84,9 +87,9 @@ class Publishing:
         check_size(self.node, size)  # the kernel may have grown a passed file
         stage = vnode.stage
         vnode.sealed = max(vnode.sealed, size)
-        late = vnode.passed and size > DIGEST_AT_ONCE_BYTES_MAX
+        late = size > self.digest_at_once_bytes
         if late and (vnode.digested is None or vnode.digested[:2] != (version, size)):
-            digest = tree = b""  # told once the last writer is gone: hashing would take half the time of writing
+            digest = tree = b""  # of passed files told once the last writer is gone, of others at once
         else:
             digest, tree, _ = await self._digests(vnode, version, size)
         copies = self._copies(vnode, version, stage, size)
@@ -110,6 +113,8 @@ class Publishing:
             return
         vnode.content = generation
         vnode.published, vnode.route, vnode.measured = version, "", False
+        if late and not tree and not vnode.passed:
+            self.late_digests.add(vnode, generation)
         self.on_released(vnode.fid)  # no longer a created file that is open: its drain may begin
         if generation.conflict:
             self.node.errors[f"conflict:{vnode.fid:x}"] = (
@@ -133,7 +138,7 @@ class Publishing:
         stage name, and changes this one (``Writing``): then the other one is what counts.
         """
         staging = self.node.staging
-        fd = os.dup(vnode.fd) if stage == vnode.stage else staging.open_file(stage)
+        fd = os.dup(vnode.fd) if stage == vnode.stage and vnode.fd >= 0 else staging.open_file(stage)
         try:
             while True:
                 looked_at = os.fstat(fd)
@@ -225,7 +230,7 @@ class Publishing:
         content = vnode.content
         if vnode.passed or vnode.dirty or vnode.removed or not content.size or vnode.fd < 0:
             return
-        if content.tree and content.size > DIGEST_AT_ONCE_BYTES_MAX and not vnode.mappable:
+        if content.tree and content.size > self.digest_at_once_bytes and not vnode.mappable:
             return
         digest, tree, _ = await self.digests_of(vnode, content.stage, content.size, late=True)
         if content.tree:
@@ -237,8 +242,15 @@ class Publishing:
             return
         await self._tell_digests(vnode, content, digest, tree)
 
+    async def _tell_late(self, vnode: Vnode, content: Generation) -> None:
+        """Digests of a content that no passed writer can change: no write reaches what is sealed."""
+        now = self.node.catalogue.view.generation(vnode.fid)
+        if now is not None and now.gen == content.gen and not now.tree:
+            digest, tree, _ = await self.digests_of(vnode, content.stage, content.size)
+            await self._tell_digests(vnode, content, digest, tree)
+
     async def _tell_digests(self, vnode: Vnode, content: Generation, digest: bytes, tree: bytes) -> None:
         await self.node.catalogue.mutate(lambda tx: publication.complete(tx, vnode.fid, content, digest, tree))
         generation = self.node.catalogue.view.generation(vnode.fid)
-        if generation is not None and generation.gen == content.gen:
+        if generation is not None and generation.gen == content.gen == vnode.content.gen:
             vnode.content = generation

@@ -29,7 +29,7 @@ from pyfuse3 import EntryAttributes, FileInfo, FUSEError
 from cachexfs.core.attrs import without_set_id
 from cachexfs.core.changes import NewAttrs
 from cachexfs.core.records import ROOT_FID
-from cachexfs.engine.attributes import PREFIX
+from cachexfs.engine.attributes import DIGEST, PREFIX
 from cachexfs.engine.failed_calls import Asked
 from cachexfs.engine.filesystem import Filesystem
 from cachexfs.engine.stat import BLKSIZE, Attr
@@ -387,6 +387,8 @@ class Operations(pyfuse3.Operations):  # type: ignore[misc]
         if (found := self._before_setxattr(ctx)) is not None:
             return found
         ours = name.startswith(PREFIX)
+        if name == DIGEST:
+            await self.filesystem.await_digest(self._fid(inode))
         attributes = self.filesystem.xattrs if ours else self.filesystem.user_xattrs
         found = (await attributes(self._fid(inode))).get(name)
         if found is None:

@@ -48,6 +48,15 @@ def test_a_file_tells_its_whole_story(mount: Path, alone: LocalCluster) -> None:
     assert not {"restartable", "missing", "at_risk_s"} & set(shown)
 
 
+def test_the_digest_of_a_large_file_is_there_for_who_asks_at_once(make_cluster: Callable[..., LocalCluster]) -> None:
+    """Its close has not waited for it."""
+    mount = make_cluster(1, {"passthrough": "off", "fsync": "returned"}).nodes[0].mountpoint
+    for number in range(4):
+        data = os.urandom(1 << 20) * 64
+        (mount / f"f{number}").write_bytes(data)
+        assert xattr(mount / f"f{number}", "digest") == f"xxh3_128:{xxhash.xxh3_128_hexdigest(data)}"
+
+
 def test_writing_is_shown_between_a_write_and_its_flush_only(mount: Path) -> None:
     fd = os.open(mount / "f", os.O_WRONLY | os.O_CREAT)
     os.write(fd, b"x")

@@ -10,6 +10,7 @@ from sim_check import Checkers, Saves, commit_file
 from test_found import NAMES, Scene, scene
 from test_found_nodes import _After
 
+from cachexfs.core.records import Op, OpKind
 from cachexfs.engine.drain_errors import RETRY_FIRST_S
 from cachexfs.engine.pfs_interface import PfsStat
 
@@ -205,3 +206,18 @@ async def test_a_commit_file_that_the_pfs_denies_for_a_while_is_hidden_and_not_r
     await scene.drained()
     assert scene.on_pfs(b"d/.metadata") is None
     assert [ino.data for ino in scene.store.held.entries.values()] == [NAMES]
+
+
+@scene(fsync="pfs")
+async def test_what_an_fsync_still_copies_when_it_lands_does_not_stay(scene: Scene) -> None:
+    """After a daemon's death the drain did not know yet that a writer had the file open, and was faster."""
+    await scene.write(b"f", b"bytes")
+    await scene.drained()
+    fid = await scene.ino(b"f")
+    content, inode = scene.life.node.catalogue.view.generation(fid), scene.life.node.catalogue.view.inode(fid)
+    assert content is not None
+    op = Op(OpKind.PUT, b"f", "n0", fid, content.gen, size=5, stage=content.stage)
+    await scene.life.parts.drainer.ready.prepare(op, inode, content.tree)
+    await trio.sleep(1)
+    assert scene.left() == []
+    assert scene.on_pfs(b"f") == b"bytes"
