@@ -30,7 +30,7 @@ from cachexfs.engine.files import Files
 from cachexfs.engine.hold import Keeper
 from cachexfs.engine.node import Node
 from cachexfs.engine.passing import was_passed
-from cachexfs.engine.stamps import kept_time
+from cachexfs.engine.stamps import kept_time, look
 from cachexfs.engine.vnode import PLAIN_MODE
 from cachexfs.engine.writing import file_bytes_max
 from cachexfs.errors import CacheXError
@@ -182,7 +182,7 @@ async def _adopt_one(
             log.error("%s: %s", stage, why)
             return
         if generation.stage == stage and not generation.tree:
-            await _complete(node, stage, fid, generation)
+            await _complete(node, stage, fid, generation, passed=passed)
         newer = size > generation.size or passed if generation.stage == stage else gen > generation.gen
         newer = newer and not resumed
         if newer and size > file_bytes_max(node):
@@ -198,10 +198,13 @@ async def _adopt_one(
         keeper.forgotten.pop(stage, node.staging.remove)(stage)
 
 
-async def _complete(node: Node, stage: str, fid: int, generation: rec.Generation) -> None:
-    """The daemon died between a publication and its digests."""
+async def _complete(node: Node, stage: str, fid: int, generation: rec.Generation, *, passed: bool) -> None:
+    """The daemon died between a publication and its digests. Those of what a passed writer has changed since are not
+    known any more."""
     fd = node.staging.open_file(stage)
     try:
+        if passed and look(fd) != (generation.size, generation.stamp_ns):
+            return
         digest, tree, _ = await node.digests(fd, generation.size)
     finally:
         os.close(fd)
