@@ -188,6 +188,28 @@ def test_fsync_after_a_map_or_a_duplicate_was_closed_reaches_the_partner(
     assert path.read_bytes() == data
 
 
+@pytest.mark.parametrize("size", [1_500_000, 2_500_000, 3_500_000])
+def test_a_large_file_that_is_changed_after_a_duplicate_was_closed_outlives_its_mount(
+    make_cluster: Callable[..., LocalCluster], size: int
+) -> None:
+    """That close publishes it without its digests, and what the next mount finds is not of these bytes any more: there
+    was no next mount where it was shorter."""
+    cluster = make_cluster(1, {"supervisor": "on"})
+    path, data = cluster.nodes[0].mountpoint / "f", os.urandom(size)
+    fd = os.open(path, os.O_RDWR | os.O_CREAT)
+    os.write(fd, os.urandom(2_500_000))
+    os.close(os.dup(fd))
+    os.ftruncate(fd, size)
+    os.pwrite(fd, data, 0)
+    cluster.kill(0)
+    with contextlib.suppress(OSError):
+        os.close(fd)
+    cluster.remount(0)
+    assert path.read_bytes() == data
+    until("it has landed", lambda: xattr(path, "stage") == "pfs")
+    assert (cluster.pfs / "f").read_bytes() == data
+
+
 @pytest.mark.parametrize("data", [b"", b"bytes"])
 def test_an_open_file_without_a_name_keeps_its_attributes_over_two_daemons(
     make_cluster: Callable[..., LocalCluster], data: bytes
