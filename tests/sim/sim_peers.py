@@ -75,6 +75,8 @@ class SimPeers:
         """See ``Peers``."""
         for offset, length, digest in blocks:
             data = os.pread(source_fd, length, offset)
+            if len(data) < length:
+                raise PeerError(f"{stage} has been cut at {offset + len(data)}")
             life = await self._way(node)
             assert life.store is not None
             try:

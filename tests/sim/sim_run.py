@@ -17,6 +17,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
+import sim_sizes  # first: it may change what the engine's modules take over from each other
 import trio
 import trio.testing
 from sim_behind import Behind
@@ -149,7 +150,7 @@ def main() -> int:
             error, bad = first(group), bad + 1
             print(f"SEED {seed} of {name}: {type(error).__name__}: {error}", flush=True)
             again = f"tests/sim/sim_run.py --scenario {name} --seeds {seed} --trace"
-            print(f"    again: PYTHONHASHSEED=0 .venv/bin/python {again}", flush=True)
+            print(f"    again: {sim_sizes.ENVIRONMENT}PYTHONHASHSEED=0 .venv/bin/python {again}", flush=True)
             if not options.keep_going:
                 raise
         if (took_s := time.process_time() - started) > SLOW_S:

@@ -16,7 +16,7 @@ class Slow:
     """Digests of this node's files come when they may."""
 
     def __init__(self, scene: Scene) -> None:
-        scene.life.parts.files.publishing.digest_at_once_bytes = 0
+        scene.as_if_large()
         self.may, self.asked, self._scene = trio.Event(), 0, scene
         self._digests: Callable[..., Awaitable[tuple[bytes, bytes, list[bytes]]]] = scene.life.node.digests
         scene.life.node.digests = self._wait  # type: ignore[method-assign, assignment]

@@ -1,9 +1,13 @@
 """The engine from seeds: whatever dies and fails, the promises hold. More of it: ``make crashsim SEEDS=A-B``."""
 
+import os
+import subprocess
+import sys
 import tempfile
 import time
 from collections import Counter
 from contextlib import suppress
+from pathlib import Path
 
 import pytest
 import trio
@@ -82,6 +86,22 @@ def test_the_promises_hold_from_every_seed(scenario: str, seeds: range) -> None:
 @pytest.mark.parametrize(("scenario", "seed"), [(name, seed) for name, seeds in FOUND.items() for seed in seeds])
 def test_a_seed_that_found_something(scenario: str, seed: int) -> None:
     run(seed, scenario)
+
+
+@pytest.mark.parametrize("scenario", ["cluster", "recover", "disks"])
+def test_the_promises_hold_where_files_have_several_blocks(scenario: str) -> None:
+    """In a process of its own: it is decided when modules are imported (``sim_sizes``)."""
+    program = [
+        sys.executable,
+        str(Path(__file__).with_name("sim_run.py")),
+        "--scenario",
+        scenario,
+        "--seeds",
+        "7020-7024",
+    ]
+    environment = {**os.environ, "CACHEXFS_SIM_BLOCKS": "1", "PYTHONHASHSEED": "0"}
+    ended = subprocess.run(program, env=environment, capture_output=True, text=True, check=False)
+    assert f"5 runs of {scenario}: 0 failed" in ended.stdout, ended.stdout + ended.stderr
 
 
 @pytest.mark.parametrize("scenario", list(SCENARIOS))
