@@ -49,7 +49,7 @@ def of_drain(parts: Parts) -> Answer:
     """Of all that this node has to bring to the PFS."""
     drainer = parts.drainer
     pending, left = drainer.own_pending(), left_to_copy(drainer)
-    puts = [(key, op) for key, op in pending if op.kind == OpKind.PUT]
+    puts = [(key, op) for key, op in pending if op.kind == OpKind.PUT and not drainer.puts.unneeded(key, op)]
     return {
         "bytes_left": sum(op.size - copied(drainer, key, op) for key, op in puts), "ops_left": len(pending),
         "rate_bytes_s": round(drainer.ready.copies.throughput.rate()), "left_s": rounded(left.left_s),

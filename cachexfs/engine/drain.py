@@ -43,6 +43,7 @@ log = logging.getLogger(__name__)
 
 UNKNOWN = "the PFS has not said yet what it has: the journal was damaged, and some of it may be forgotten"
 LANDS_BY_ITSELF = "it lands by itself once that answers"
+STOP_BYTES_MIN = 4 << 20  # left to copy; stopping ends a child process, and less is copied in the time of the next one
 
 
 def _holds(record: AnyRecord) -> object:
@@ -71,6 +72,7 @@ class Drainer:
         self._in_use: dict[int, dict[bytes, None]] = {}  # file id -> PUTs that wait for the last close
         self._nursery: trio.Nursery | None = None
         self._copy_slots = OldestFirst(max(1, node.options.drain_workers))
+        self._copying: dict[bytes, trio.CancelScope] = {}
         self._meta_slots = trio.CapacityLimiter(CHANGES_MAX)
         self._landed = trio.Event()
         self.is_paused = False  # nothing begins: what the PFS has is not known yet (``mended``)
@@ -101,6 +103,9 @@ class Drainer:
             elif isinstance(old or new, Life | NodeRecord):
                 self._consider([k for k, _, _ in view.ops()])
         self.ready.notice(changes)
+        for key, scope in self._copying.items():
+            if self._is_for_nothing(key):
+                scope.cancel()
 
     def pause(self) -> None:
         """Let nothing begin before ``resume``. Called before ``load``."""
@@ -269,7 +274,9 @@ class Drainer:
                     return  # others may have carried it out while this one waited
                 if current != op:
                     return  # it is to land something else, or nothing any more: looked at anew
-                await self.ready.prepare(op, self.node.catalogue.view.inode(op.fid))
+                if not await self._copy(key, op):
+                    await self._give_up(key, op)
+                    return
             state.ready = True
         blocker = self.waits.blocker(key)
         if blocker is not None:
@@ -285,6 +292,27 @@ class Drainer:
                     raise OSError(errno.EIO, "the prepared file is gone")
             elif there is None or (current is not None and not self._is_withheld(current)):
                 await self._give_up(key, op)
+
+    async def _copy(self, key: bytes, op: Op) -> bool:
+        """Make a file ready. False: it has been removed meanwhile, and was not copied any further."""
+        with trio.CancelScope() as scope:
+            self._copying[key] = scope
+            try:
+                await self.ready.prepare(op, self.node.catalogue.view.inode(op.fid))
+            finally:
+                del self._copying[key]
+        return not scope.cancelled_caught
+
+    def _is_for_nothing(self, key: bytes) -> bool:
+        """Whether a file that is being copied is removed, needed by no commit file, and far from done.
+
+        Not one with a newer content: who writes it again and again would never get it there.
+        """
+        op = self.node.catalogue.view.op(key)
+        if op is None or self.node.catalogue.view.has_inode(op.fid) or not self.puts.unneeded(key, op):
+            return False
+        under_way = self.ready.copies.get(op.hidden)
+        return under_way is not None and under_way.size - under_way.copied > STOP_BYTES_MIN
 
     def _is_withheld(self, op: Op) -> bool:
         """Whether a commit file that must not be seen is what the mount has: its bytes are to be safe all the same."""

@@ -50,7 +50,8 @@ def left_to_copy(drainer: Drainer, wanted: Collection[bytes] | None = None) -> L
     The oldest go first: what is older than the last of them counts, too. What waits for its writer does not.
     """
     puts = [(key, op) for key, op in drainer.in_progress() if op.kind == OpKind.PUT and not op.cancelled]
-    own = {key: op for key, op in puts if not drainer.files.busy(op.fid)}
+    unneeded = drainer.puts.unneeded
+    own = {key: op for key, op in puts if not drainer.files.busy(op.fid) and not unneeded(key, op)}
     seq, asked = drainer.waits.order.seq, [key for key in own if wanted is None or key in wanted]
     if not asked:
         return Left()

@@ -1,7 +1,7 @@
 """Small blocks: the small files of a simulation have several of them, as large ones have on a node.
 
 Role: with ``CACHEXFS_SIM_BLOCKS=1`` in the environment, and imported before the engine. Digests by block, replication
-ahead of a close and reads by segment then meet every fault that a simulation has; without it they are left to tests on
+ahead of a close, reads by segment and copies that are stopped then meet every fault that a simulation has; without it they are left to tests on
 mounts.
 """
 
@@ -20,7 +20,8 @@ if ARE_SMALL:
 
     digest.BLOCK_BYTES = BLOCK_BYTES
 
-    from cachexfs.engine import fill, replicate
+    from cachexfs.engine import drain, fill, replicate
 
+    drain.STOP_BYTES_MIN = 0
     replicate.AHEAD_BYTES_MIN = 2 * BLOCK_BYTES
     fill.SEGMENT_BYTES = 2 * BLOCK_BYTES

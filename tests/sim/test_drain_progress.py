@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import trio
 from test_found import Scene, scene
@@ -80,3 +82,38 @@ def test_the_rate_is_of_the_last_seconds(autojump_clock: trio.testing.MockClock)
         assert moves.rate() == pytest.approx(100)
 
     trio.run(main, clock=autojump_clock)
+
+
+def writes(scene: Scene) -> list[str]:
+    """What is written on the PFS from now on, a step each."""
+    seen: list[str] = []
+    scene.before = lambda step: seen.append(step) if step == "write part" else None
+    return seen
+
+
+@scene(fsync="returned")
+async def test_what_is_removed_while_it_is_copied_is_not_copied_any_further(scene: Scene) -> None:
+    for name in (b"removed", b"stays"):
+        await scene.write(name, b"x" * SIZE)
+    await trio.sleep(2)
+    await scene.unlink(b"removed")
+    parts = scene.life.parts
+    assert SIZE // 2 < of_drain(parts)["bytes_left"] < SIZE
+    seen = writes(scene)
+    await scene.drained()
+    assert len(seen) * 4096 <= SIZE  # the rest of one of them
+    assert (scene.on_pfs(b"removed"), scene.on_pfs(b"stays"), scene.left()) == (None, b"x" * SIZE, [])
+
+
+@scene(fsync="returned")
+async def test_what_is_written_anew_while_it_is_copied_is_copied_to_its_end(scene: Scene) -> None:
+    """Who writes one file again and again would never get it to the PFS."""
+    await scene.write(b"f", b"x" * SIZE)
+    await trio.sleep(2)
+    seen = writes(scene)
+    handle = await scene.fs.open(await scene.ino(b"f"), os.O_WRONLY)
+    await scene.fs.write(handle, 0, b"y")
+    await scene.close(handle)
+    await scene.drained()
+    assert scene.on_pfs(b"f") == b"y" + b"x" * (SIZE - 1)
+    assert len(seen) * 4096 > SIZE + SIZE // 2  # the rest of the first, and the second
