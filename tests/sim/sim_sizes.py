@@ -1,8 +1,8 @@
 """Small blocks: the small files of a simulation have several of them, as large ones have on a node.
 
 Role: with ``CACHEXFS_SIM_BLOCKS=1`` in the environment, and imported before the engine. Digests by block, replication
-ahead of a close, reads by segment and copies that are stopped then meet every fault that a simulation has; without it they are left to tests on
-mounts.
+ahead of a close, reads by segment and copies that are stopped then meet every fault that a simulation has; without it
+they are left to tests on mounts.
 """
 
 from __future__ import annotations
