@@ -37,8 +37,8 @@ if "cachexfs.daemon" in sys.orig_argv and "DYING" in os.environ:
             _obey()
         return made
 
-    async def publish(self, vnode, request=None):
-        await _publish(self, vnode, request)
+    async def publish(self, vnode, request=None, on_refused=None):
+        await _publish(self, vnode, request, on_refused)
         if request is not None:
             _obey()
 
