@@ -2,12 +2,15 @@
 
 Role: a scenario. As ``Cluster``, in memory for some files: all nodes spill. Of two kinds, by the seed: nodes lose their
 power, and their disks what was not synced; or files on disks change, are cut or become unreadable, each while another
-copy of what it holds is good. In the second kind nothing may be lost, and no wrong byte may be seen.
+copy of what it holds is good. In both a node's NVMe may refuse writes, syncs and new files for a while: those of its
+spills and those of its partners' replicas. In the second kind nothing may be lost, and no wrong byte may be seen.
 """
 
 from __future__ import annotations
 
 import os
+import random
+from collections.abc import Sequence
 
 import trio
 from sim_check import Violation
@@ -19,8 +22,14 @@ from sim_nvme import Nvme
 from cachexfs.core.records import Generation
 from cachexfs.core.stages import parse_stage
 
-CUTS = ("kill", "cut", "faults", "away", "calm", "net", "outage", "lose", "lose", "lose", "lose", "full", "full")
-SPOILS = ("kill", "kill", "away", "net", "outage", "full", "full", "spoil", "spoil", "spoil", "spoil", "spoil", "spoil")
+CUTS = (
+    "kill", "cut", "faults", "away", "calm", "net", "outage", "lose", "lose", "lose", "lose", "full", "full", "refuse",
+    "refuse",
+)  # fmt: skip
+SPOILS = (
+    "kill", "kill", "away", "net", "outage", "full", "full", "spoil", "spoil", "spoil", "spoil", "spoil", "spoil",
+    "refuse", "refuse",
+)  # fmt: skip
 
 
 LOOKS = 2000
@@ -30,6 +39,20 @@ class TightSeat(Seat):
     """A node with little memory."""
 
     tight = True
+
+
+class AnyDisk(SimDisk):
+    """That of the node whose call it is, which is not known: of each in turn."""
+
+    def __init__(self, rng: random.Random, seats: Sequence[Seat]) -> None:
+        super().__init__(rng, 0)
+        self._seats = seats
+
+    def called(self, what: str) -> None:
+        """See ``Disk``."""
+        disk = self.random.choice(self._seats).disk
+        assert disk is not None
+        disk.called(what)
 
 
 class Disks(Cluster):
@@ -64,10 +87,31 @@ class Disks(Cluster):
         elif event == "lose":
             await self._until_it_takes_a_copy(seat)
             await super().happen(event, seat)
+        elif event == "refuse":
+            assert self._nursery is not None
+            self._nursery.start_soon(self._refuse, seat, self.random.choice([1, 10, 60]))
         elif event == "full":  # what is written waits, and spills
             self.faults.full = self.random.choice([0.1, 1.0])
         else:
             await super().happen(event, seat)
+
+    async def _refuse(self, seat: Seat, seconds: float) -> None:
+        """A node's NVMe takes nothing, or not all."""
+        directory, failing = str(seat.options.nvme_directory), self.random.choice([0.05, 0.3, 1.0])
+        assert isinstance(seat.disk, SimDisk)
+        self.trace(f"{seat.name} NVMe refuses {failing} of all for {seconds} s")
+        self.nvme.refusing[directory] = seat.disk.failing = failing
+        await trio.sleep(seconds)
+        self.nvme.refusing.pop(directory, None)
+        seat.disk.failing = 0.0
+
+    def calm(self) -> None:
+        """See ``Cluster``."""
+        super().calm()
+        self.nvme.refusing.clear()
+        for seat in self.seats:
+            assert isinstance(seat.disk, SimDisk)
+            seat.disk.failing = 0.0
 
     async def _until_it_takes_a_copy(self, seat: Seat) -> None:
         """Power goes at a bad moment, if one comes soon."""
@@ -132,9 +176,7 @@ class Disks(Cluster):
     async def main(self) -> None:
         for seat in self.seats:
             os.makedirs(os.path.join(str(seat.options.staging), "files"))
-        disk = self.seats[0].disk
-        assert isinstance(disk, SimDisk)
-        with self.nvme.installed(), slow_disk(self.random, disk):
+        with self.nvme.installed(), slow_disk(self.random, AnyDisk(self.random, self.seats)):
             for bound in self.bounds:
                 trio.lowlevel.add_instrument(bound)
             try:

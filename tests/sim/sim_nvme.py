@@ -1,5 +1,5 @@
 """What NVMe does to real files: a power cut leaves what was synced, and of the rest what the seed chooses; later
-bytes change, are cut, or cannot be read.
+bytes change, are cut, or cannot be read; for a while it takes no write, or does not sync.
 
 Role: below the real replica store and the real staging of a simulated node. It follows the calls of ``fsync`` (which
 do nothing else here) in the directories that it is told of. Concurrency: none, each call is one step.
@@ -20,6 +20,7 @@ import trio
 
 from cachexfs.adapters import file_digest, replica_copy
 
+REFUSALS = (errno.ENOSPC, errno.EIO, errno.EROFS)
 PARTIAL = "partial"  # where the replica store's files are made before they get their names
 Names = dict[str, int]
 
@@ -33,6 +34,7 @@ class Nvme:
         self._names: dict[str, Names] = {}  # directory -> what was synced of it
         self.unreadable: set[int] = set()
         self.changed: set[str] = set()  # stages of which something was changed behind everybody's back
+        self.refusing: dict[str, float] = {}  # a node's directory -> the probability that a write or a sync there fails
         self.counts: Counter[str] = Counter()
 
     # ---- syncs
@@ -41,6 +43,7 @@ class Nvme:
         path = os.readlink(f"/proc/self/fd/{fd}")
         if not path.startswith(self._root):
             return
+        self._check(path, "a sync")
         if os.path.isdir(path):
             self._names[path] = _names(path)
             return
@@ -115,14 +118,31 @@ class Nvme:
             self.counts["EIO of a read"] += 1
             raise OSError(errno.EIO, os.strerror(errno.EIO))
 
+    def check_writable(self, fd: int) -> None:
+        """Before a write. Raises ``OSError``."""
+        if self.refusing:
+            self._check(os.readlink(f"/proc/self/fd/{fd}"), "a write")
+
+    def _check(self, path: str, what: str) -> None:
+        for directory, failing in self.refusing.items():
+            if path.startswith(directory + "/") and self._random.random() < failing:
+                self.counts[f"{what} is refused"] += 1
+                code = self._random.choice(REFUSALS)
+                raise OSError(code, os.strerror(code), path)
+
     @contextmanager
     def installed(self) -> Iterator[None]:
         """Calls of this process meet these disks."""
         read_exactly, run_sync = file_digest.read_exactly, trio.to_thread.run_sync
+        write_all = replica_copy._write_all
 
         def read(fd: int, view: memoryview, offset: int) -> None:
             self.check_readable(fd)
             read_exactly(fd, view, offset)
+
+        def write(fd: int, view: memoryview, offset: int | None) -> None:
+            self.check_writable(fd)
+            write_all(fd, view, offset)
 
         async def thread(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
             if function is os.pread:
@@ -134,6 +154,7 @@ class Nvme:
             mock.patch.object(os, "fdatasync", self.synced),
             mock.patch.object(file_digest, "read_exactly", read),
             mock.patch.object(replica_copy, "read_exactly", read),
+            mock.patch.object(replica_copy, "_write_all", write),
             mock.patch.object(trio.to_thread, "run_sync", thread),
         ):
             yield

@@ -4,7 +4,7 @@ Role: a scenario. A save's ranks write their members on different nodes; it is m
 is renamed then; the next may begin before it is complete. Then a pointer is written, and the oldest go. What an
 application is refused ends its save, as it would end a job. Once a whole checkpoint is on the PFS there is one at every
 moment, a power cut there included, unless the mount has no other whose bytes are somewhere and that the PFS takes, and
-``status`` says that they are removed too fast.
+``status`` says that they are removed too fast, or lost.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 import trio
 import xxhash
 from sim_check import COMMIT, POINTER, Violation, commit_file
-from sim_life import SimFilesystem
+from sim_life import Life, SimFilesystem
 from sim_steps import Steps
 from sim_store import Ino
 from sim_work import Worker
@@ -215,8 +215,14 @@ class Rotate(Steps):
             return f"{coming[0]!r} is whole in the mount, and on its way"
         self.counts["parked" if others else "none is whole in the mount"] += 1
         lives = [seat.current for seat in self.seats if seat.current is not None and not seat.current.dead]
-        is_told = others or not lives or any("outrun" in life.node.errors for life in lives)
+        is_told = others or not lives or any(self._says_why(life, base) for life in lives)
         return "" if is_told else "nothing is to take its place, and nobody says so"
+
+    @staticmethod
+    def _says_why(life: Life, base: bytes) -> bool:
+        """Whether ``status`` says that they are removed too fast, or that bytes of what the mount has are lost."""
+        lost = (path for path, _, _ in life.parts.losses.errors())
+        return "outrun" in life.node.errors or any(covers(base, path) for path in lost)
 
     def _whole_in_mount(self, base: bytes) -> list[bytes]:
         """Checkpoints of an application that are whole in the catalogue, of whose bytes a live node has each."""

@@ -150,7 +150,10 @@ def test_a_last_checkpoint_that_goes_too_early_is_noticed(monkeypatch: pytest.Mo
 
 #: Scenario -> its seeds in the suite, and what these are to have seen at least once: else they show nothing.
 KINDS = {
-    "disks": (range(12), {"a power cut", "a replica", "changed", "cut", "unreadable"}),
+    "disks": (
+        range(12),
+        {"a power cut", "a replica", "changed", "cut", "unreadable", "a write is refused", "a sync is refused"},
+    ),
     "journal": (range(14), {"tail", "middle", "zeros", "version", "contents in staging"}),
     "ram": (range(8), {"write", "create", "a part"}),
     "steps": (range(8), {"dead before", "dead after", "refused", "stuck", "concealed"}),
