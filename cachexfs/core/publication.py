@@ -44,7 +44,8 @@ def end_change(tx: Tx, ctx: Ctx, fid: int) -> None:
 class Content:
     """What a publication says of the bytes. ``target`` is where a tracker's content points, relative to the
     mount; ``copies`` are those that are whole at this moment. ``torn``: it may lie over an earlier content in the same
-    staged file. ``route``: the way that was chosen for them when they began. ``stamp_ns``: see ``Generation``."""
+    staged file. ``route``: the way that was chosen for them when they began. ``stamp_ns``, ``taken``: see
+    ``Generation``."""
 
     size: int
     digest: bytes
@@ -56,6 +57,7 @@ class Content:
     torn: bool = False
     route: str = PARTNER
     stamp_ns: int = 0
+    taken: str = ""
 
 
 def publish(tx: Tx, ctx: Ctx, fid: int, base_gen: int, content: Content) -> Generation | None:
@@ -69,7 +71,7 @@ def publish(tx: Tx, ctx: Ctx, fid: int, base_gen: int, content: Content) -> Gene
     if inode is None or before is None or not names:
         return None
     path = path_of(tx, fid)
-    conflict = before.origin if before.gen != base_gen else ""
+    conflict = before.origin if before.gen != base_gen and before.taken != ctx.node else ""
     gen = before.gen + 1
     new = msgspec.structs.replace(
         inode,
@@ -92,7 +94,7 @@ def publish(tx: Tx, ctx: Ctx, fid: int, base_gen: int, content: Content) -> Gene
     tx.put(inode_key(fid), new)
     generation = Generation(
         gen, content.size, content.digest, content.tree, content.stage, ctx.node,
-        conflict=conflict, stamp_ns=content.stamp_ns,
+        conflict=conflict, stamp_ns=content.stamp_ns, taken=content.taken,
     )  # fmt: skip
     tx.put(generation_key(fid), generation)
     torn = content.torn and any(
@@ -198,15 +200,18 @@ def note_synced(
     digest: bytes,
     tree: bytes,
     copies: tuple[Copy, ...],
-) -> None:
+) -> bool:
     """An fsync has made unpublished bytes safe: what is published should this node be lost.
 
-    Nothing to note when they have been published meanwhile, on top of ``base_gen``.
+    Nothing to note when they have been published meanwhile, on top of ``base_gen``. False: others have published what
+    an earlier fsync had made safe, and these bytes lie in its place.
     """
     inode = tx.inode(fid)
     if inode is not None and inode.gen == base_gen:
         synced = Synced(stage, size, digest, tree, copies)
         tx.put(inode_key(fid), msgspec.structs.replace(inode, synced=synced, writing=ctx.node))
+    generation = tx.generation(fid)
+    return generation is None or generation.gen == base_gen or (generation.stage, generation.taken) != (stage, ctx.node)
 
 
 def fall_back(tx: Tx, ctx: Ctx, fid: int, gen: int) -> None:

@@ -125,6 +125,7 @@ class Generation(Record, frozen=True, tag="g"):
     conflict: str = ""  # the node whose generation this one replaced without having seen it
     published: int = 0  # the revision of its publication, where this record has been changed since (digests came later)
     stamp_ns: int = 0  # mtime of the staged file when it was published, where the kernel served its writers
+    taken: str = ""  # the node whose fsynced bytes these are, published by another one because it was lost
 
 
 class DirTimes(Record, frozen=True, tag="t"):

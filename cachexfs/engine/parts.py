@@ -69,7 +69,7 @@ def assemble(node: Node, formats: FormatReader | None = None) -> Parts:
     claims, losses, takeover = (
         Claims(node, completeness, drainer, last_whole),
         Losses(node, completeness),
-        Takeover(node),
+        Takeover(node, files),
     )
     denied, reclaim = Denied(node, source), Reclaim(node)
     source.keeper, source.replicator = keeper, replicator

@@ -31,6 +31,7 @@ from cachexfs.engine.hold import Keeper
 from cachexfs.engine.node import Node
 from cachexfs.engine.passing import was_passed
 from cachexfs.engine.stamps import kept_time, look
+from cachexfs.engine.taken import part_open, part_staged
 from cachexfs.engine.vnode import PLAIN_MODE
 from cachexfs.engine.writing import file_bytes_max
 from cachexfs.errors import CacheXError
@@ -60,7 +61,8 @@ async def adopt(
     stages = sorted(node.staging.stages(), key=_age, reverse=True)
     if set_aside is not None:
         stages.sort(key=lambda stage: not _is_commit(node, stage))
-    for stage in stages:
+    for found in stages:
+        stage = found
         if not node.staging.has(stage):
             continue  # superseded by what was adopted before it
         try:
@@ -71,6 +73,8 @@ async def adopt(
         if not gen:
             node.staging.remove(stage)  # the copy of a content that was not finished
             continue
+        stage = await part_staged(node, files, stage, fid, is_open=fid in open_files)
+        gen = parse_stage(stage)[1]
         node.unverified.add(stage)
         if fid in open_files and files.known(fid) is None and _in_progress(node, stage, fid, gen):
             files.resume(fid, open_files[fid], stage, node.catalogue.view.generation(fid))
@@ -285,22 +289,28 @@ async def _publish_synced(node: Node, fid: int, inode: Inode) -> None:
     if synced is None or not synced.copies:
         return
     base = generation.gen if generation is not None else 0
-    content = Content(synced.size, synced.digest, synced.tree, synced.stage, synced.copies, inode.mtime_ns)
+    taken = inode.writing if inode.writing != node.name else ""
+    content = Content(synced.size, synced.digest, synced.tree, synced.stage, synced.copies, inode.mtime_ns, taken=taken)
     ctx = node.ctx()
     await node.catalogue.mutate(lambda tx: publication.publish(tx, ctx, fid, base, content))
 
 
 class Takeover:
-    """Publishes, for a lost node, what its fsyncs had made safe."""
+    """Publishes, for a lost node, what its fsyncs had made safe; and goes on where others have done so for this one."""
 
-    def __init__(self, node: Node) -> None:
+    def __init__(self, node: Node, files: Files) -> None:
         self.node = node
+        self.files = files
         self._dead: set[str] = set()
+        self._taken: dict[int, None] = {}  # files of this node of which another one has published something
         self._wake = trio.Event()
 
     def notice(self, changes: Applied) -> None:
-        """Catalogue listener: a lease has ended."""
-        for _, old, new in changes:
+        """Catalogue listener: a lease has ended, perhaps this node's."""
+        for key, old, new in changes:
+            if isinstance(new, rec.Generation) and new.taken == self.node.name:
+                self._taken[int(key[2:], 16)] = None
+                self._wake.set()
             if isinstance(old, Life) and new is None:
                 record = self.node.catalogue.view.nodes.get(old.node)
                 if record is None or not record.leaving:
@@ -327,9 +337,10 @@ class Takeover:
 
     async def _take_over_all(self) -> None:
         while True:
-            with trio.move_on_after(RETRY_S if self._dead else float("inf")):
+            with trio.move_on_after(RETRY_S if self._dead or self._taken else float("inf")):
                 await self._wake.wait()
             self._wake = trio.Event()
+            await self._part_all()
             for name in list(self._dead):
                 record = self.node.catalogue.view.nodes.get(name)
                 if record is not None and record.leaving:
@@ -337,6 +348,15 @@ class Takeover:
                 elif name in self._dead and not await self._take_over(name):
                     continue
                 self._dead.discard(name)
+
+    async def _part_all(self) -> None:
+        for fid in list(self._taken):
+            try:
+                await part_open(self.node, self.files, fid)
+            except CacheXError as error:
+                log.warning("going on with %x, which others have published: %s", fid, error)
+                continue
+            del self._taken[fid]
 
     async def _take_over(self, dead: str) -> bool:
         """False: something could not be published now."""

@@ -9,6 +9,7 @@ Concurrency: one task per file, at most ``SENDERS_MAX`` at once; a failure backs
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 from collections.abc import Sequence
@@ -320,11 +321,13 @@ class Replicator:
         if vnode.stage == stage:
             vnode.synced = Synced(version, size, tuple(copies), manifest.path)
         ctx, fid = self.node.ctx(), vnode.fid
-        await self.node.catalogue.mutate(
+        noted = await self.node.catalogue.mutate(
             lambda tx: publication.note_synced(
                 tx, ctx, fid, base_gen, stage, size, digests[0], digests[1], tuple(copies)
             )
         )
+        if not noted:  # see ``taken``: the next attempt is of a stage of its own
+            raise OSError(errno.EAGAIN, "this node counted as lost meanwhile")
 
     async def _send_to_all(self, fd: int, manifest: Manifest, digests: Sequence[bytes]) -> list[Copy]:
         """Make a copy on each partner, in the place of one whose disk refuses it on the next. Raises as ``sync``."""
