@@ -33,13 +33,11 @@ from dataclasses import dataclass
 from types import TracebackType
 
 from cachexfs.core import witnesses
+from cachexfs.core.reserved import BESIDE_PREFIX, STATE_DIR, WHY
 
-STATE_DIR = b".cachexfs"
 TMP_DIR = b"tmp"
 HELD_DIR = b"held"
 ID_NAME = b"id"
-#: Temporaries beside their destination (only where a rename from ``.cachexfs`` gives EXDEV). Reserved.
-BESIDE_PREFIX = b".cachexfs-tmp-"
 TOKEN_CHARS = 32
 LOOKS = 2  # that must agree on a name's absence
 #: Prepared files are spread over so many directories, by name: a directory's lock, in every client and server, is held
@@ -91,7 +89,7 @@ def split(path: bytes) -> list[bytes]:
         if len(part) > NAME_BYTES_MAX:
             raise OSError(errno.ENAMETOOLONG, os.strerror(errno.ENAMETOOLONG), os.fsdecode(path))
     if parts[0] == STATE_DIR or parts[-1].startswith(BESIDE_PREFIX):
-        raise OSError(errno.EPERM, "this name belongs to CacheX FS", os.fsdecode(path))
+        raise OSError(errno.EPERM, WHY, os.fsdecode(path))
     return parts
 
 

@@ -13,8 +13,9 @@ import stat
 from collections.abc import Callable
 
 from cachexfs.adapters.pfs_attrs import Attrs, set_attrs
-from cachexfs.adapters.pfs_dir import BESIDE_PREFIX, PfsDir, fsync_dir, names_in, plain_name
+from cachexfs.adapters.pfs_dir import PfsDir, fsync_dir, names_in, plain_name
 from cachexfs.adapters.pfs_ops import Context, certain, sync_renamed
+from cachexfs.core.reserved import BESIDE_PREFIX
 
 _TYPES = {b"p": stat.S_IFIFO, b"s": stat.S_IFSOCK, b"c": stat.S_IFCHR, b"b": stat.S_IFBLK}
 _OWNER_BITS = 0o700

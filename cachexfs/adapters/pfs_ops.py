@@ -33,7 +33,6 @@ from typing import Concatenate, ParamSpec, Protocol, TypeVar
 from cachexfs.adapters import pfs_copy
 from cachexfs.adapters.pfs_attrs import Attrs, StatRow, row_of, set_attrs_of, stat_row
 from cachexfs.adapters.pfs_dir import (
-    BESIDE_PREFIX,
     LOOKS,
     Memory,
     PfsDir,
@@ -45,6 +44,7 @@ from cachexfs.adapters.pfs_dir import (
     remove_quietly,
     write_all,
 )
+from cachexfs.core.reserved import BESIDE_PREFIX
 
 RECORD_SUFFIX = b".rec"
 #: The prepared file that ``land`` wants is not there or not whole: prepare it again. (ENOENT: the parent is missing.)

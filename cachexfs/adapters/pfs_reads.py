@@ -14,9 +14,10 @@ from collections.abc import Callable
 
 from cachexfs.adapters import pfs_copy
 from cachexfs.adapters.pfs_attrs import StatRow, row_of, stat_row, user_xattrs
-from cachexfs.adapters.pfs_dir import BESIDE_PREFIX, LOOKS, STATE_DIR, PfsDir, RootError, names_in
+from cachexfs.adapters.pfs_dir import LOOKS, PfsDir, RootError, names_in
 from cachexfs.adapters.pfs_ops import EXAMINE, Context, certain
 from cachexfs.core.landed import CHANGED, Landed
+from cachexfs.core.reserved import BESIDE_PREFIX, STATE_DIR
 
 PAGE_ENTRIES = 500
 READ_BYTES_MAX = 4 << 20

@@ -27,6 +27,7 @@ from cachexfs.core.records import (
     op_key,
     times_key,
 )
+from cachexfs.core.reserved import BESIDE_PREFIX, STATE_DIR, WHY
 from cachexfs.core.transaction import Tx
 from cachexfs.errors import FsError
 
@@ -80,12 +81,14 @@ def path_of(tx: Tx, fid: int) -> bytes:
     return b"/".join(reversed(parts))
 
 
-def check_name(name: bytes) -> None:
-    """Raises ENAMETOOLONG, or EINVAL for a name that cannot be stored."""
+def check_name(parent: int, name: bytes) -> None:
+    """Raises ENAMETOOLONG, EINVAL for a name that cannot be stored, EPERM for one that is ours on the PFS."""
     if len(name) > NAME_BYTES_MAX:
         raise FsError(errno.ENAMETOOLONG)
     if not name or b"/" in name or b"\0" in name or name in (b".", b".."):
         raise FsError(errno.EINVAL)
+    if name.startswith(BESIDE_PREFIX) or (parent == ROOT_FID and name == STATE_DIR):
+        raise FsError(errno.EPERM, WHY)
 
 
 def directory(tx: Tx, fid: int) -> Inode:

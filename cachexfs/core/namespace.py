@@ -54,7 +54,7 @@ LINKS_MAX = 65_000  # as ext4: so that the PFS can have as many
 
 def _enter(tx: Tx, ctx: Ctx, parent: int, name: bytes, kind: str, attrs: NewAttrs) -> tuple[int, Inode]:
     """Common part of all creations: checks, the entry, the parent's times. Raises EEXIST."""
-    check_name(name)
+    check_name(parent, name)
     above = directory(tx, parent)
     if tx.dirent(parent, name) is not None:
         raise FsError(errno.EEXIST)
@@ -122,7 +122,7 @@ def mknod(tx: Tx, ctx: Ctx, parent: int, name: bytes, kind: str, rdev: int, attr
 
 def link(tx: Tx, ctx: Ctx, fid: int, parent: int, name: bytes) -> Inode:
     """A further name of a file. Returns its record. Raises ENOENT, EPERM (a directory), EEXIST, EMLINK."""
-    check_name(name)
+    check_name(parent, name)
     directory(tx, parent)
     inode = tx.inode(fid)
     if inode is None or not tx.names_of(fid):
@@ -263,7 +263,7 @@ def rename(tx: Tx, ctx: Ctx, parent: int, name: bytes, parent2: int, name2: byte
     """
     if flags & ~RENAME_NOREPLACE:
         raise FsError(errno.EINVAL, "only RENAME_NOREPLACE is supported")
-    check_name(name2)
+    check_name(parent2, name2)
     directory(tx, parent)
     directory(tx, parent2)
     entry = tx.dirent(parent, name)

@@ -18,9 +18,10 @@ from typing import cast
 
 from cachexfs.adapters import pfs_names, pfs_ops, pfs_reads
 from cachexfs.adapters.pfs_attrs import Attrs, StatRow
-from cachexfs.adapters.pfs_dir import BESIDE_PREFIX, STATE_DIR, Memory, PfsDir, PfsIdentity, RootError, plain_name
+from cachexfs.adapters.pfs_dir import Memory, PfsDir, PfsIdentity, RootError, plain_name
 from cachexfs.adapters.pfs_ops import RECORD_BYTES_MAX, Context
 from cachexfs.core.digest import FileDigest
+from cachexfs.core.reserved import BESIDE_PREFIX, STATE_DIR
 from cachexfs.errors import CannotTellError
 from cachexfs.recovery.choice import Candidate, Record, encode_record
 

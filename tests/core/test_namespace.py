@@ -44,10 +44,14 @@ def test_a_created_file_is_visible_at_once_and_not_drained_while_it_is_open(name
 @pytest.mark.parametrize(
     ("name", "code"),
     [(b"", errno.EINVAL), (b".", errno.EINVAL), (b"..", errno.EINVAL), (b"a/b", errno.EINVAL), (b"a\0", errno.EINVAL),
-     (b"n" * 256, errno.ENAMETOOLONG)],
+     (b"n" * 256, errno.ENAMETOOLONG), (b".cachexfs", errno.EPERM), (b".cachexfs-tmp-1", errno.EPERM)],
 )  # fmt: skip
 def test_names_that_cannot_be(names: Names, name: bytes, code: int) -> None:
+    """Ours on the PFS among them: the drain was refused them for ever."""
     refused(code, lambda: names.mutate(lambda tx: namespace.create(tx, names.ctx(), ROOT_FID, name, ATTRS)))
+    names.create(b"old")
+    old, new = (ROOT_FID, b"old"), (ROOT_FID, name)
+    refused(code, lambda: names.mutate(lambda tx: namespace.rename(tx, names.ctx(), *old, *new)))
 
 
 def test_any_byte_but_two_may_be_in_a_name_of_255_bytes(names: Names) -> None:
