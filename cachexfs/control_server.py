@@ -230,6 +230,7 @@ class ControlServer:
             ],
             "partner": partners[0] if partners else None,
             "protected": len(partners) >= node.replica_count and not (node.replica_count and node.is_cut_off),
+            "cut_off": node.is_cut_off,
             "pfs_state": health.state, "pfs_error": health.why, "pfs_away_s": round(health.for_s, 1),
             "pfs_refuses": drainer.errors.refusal(), "held_up": drainer.held_up(),
             "staging_used": node.staging.used_bytes, "staging_limit": node.staging.limit_bytes,

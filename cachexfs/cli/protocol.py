@@ -134,6 +134,7 @@ class Status(msgspec.Struct, frozen=True):
     nodes: tuple[NodeState, ...] = ()
     partner: str | None = None
     protected: bool = True
+    cut_off: bool = False
     pfs_state: str = "ok"
     pfs_error: str | None = None
     pfs_away_s: float = 0.0

@@ -299,16 +299,21 @@ def _pending(status: Status) -> str:
     return f"{all_of_it} ({format_size(status.own_copied_bytes)}{whose} copied{left})"
 
 
+def _nodes(status: Status) -> str:
+    gone = [node.name for node in status.nodes if not node.live]
+    if status.cut_off:
+        return f"{len(status.nodes)}; no word from the others: which of them live is not known"
+    lost = f" (lost: {', '.join(gone)})" if gone else ""
+    return f"{len(status.nodes) - len(gone)} of {len(status.nodes)} live{lost}; partner {status.partner or 'none'}"
+
+
 def _mount_lines(status: Status) -> list[str]:
     lines = [
         f"{shown(status.mountpoint)} on {shown(status.pfs)}  node {status.node}, job {status.job}, "
         f"up {format_duration(status.uptime_s)}, pid {status.pid}"
     ]
     if len(status.nodes) > 1:
-        gone = [node.name for node in status.nodes if not node.live]
-        live = len(status.nodes) - len(gone)
-        lost = f" (lost: {', '.join(gone)})" if gone else ""
-        lines.append(f"  nodes     {live} of {len(status.nodes)} live{lost}; partner {status.partner or 'none'}")
+        lines.append(f"  nodes     {_nodes(status)}")
     now = f", now {status.route_now}: {status.route_why}" if status.route_why else ""
     lines += [
         f"  memory    {format_size(status.staging_used)} of {format_size(status.staging_limit)}; "

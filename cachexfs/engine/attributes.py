@@ -82,10 +82,9 @@ class Attributes:
                 route,
                 self.copy_left_s(fid) if route == DIRECT else None,
             )
-        protected = node.fast_copies(inode) > node.replica_count
         times = (
             ("returned", inode.t_returned_s, True),
-            ("partner", inode.t_partner_s, protected),
+            ("partner", inode.t_partner_s, node.is_protected(inode)),
             ("pfs", inode.t_pfs_s, on_pfs),
         )
         for name, time_s, holds in times:

@@ -9,7 +9,7 @@ Concurrency: any number of callers; a result is as old as the catalogue's replic
 from __future__ import annotations
 
 import errno
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import trio
@@ -230,14 +230,14 @@ class Completeness:
         result.pending = sum(inode.size for fid, inode in tree.values() if not self.node.on_pfs(fid, inode))
         result.holders = tuple(sorted({copy.node for inode in records for copy in self.node.live_copies(inode)}))
         result.error = next((inode.error for inode in records if inode.error), "")
-        if records:
-            times = {
-                name: [getattr(inode, name) for inode in records] for name in ("t_returned_s", "t_partner_s", "t_pfs_s")
-            }
-            result.first_s = min(times["t_returned_s"])
-            for name, found in times.items():
-                if all(found) and (result.restartable is not None or name == "t_returned_s"):
-                    setattr(result, name, max(found))
+        if not records:
+            return
+        result.first_s = min(inode.t_returned_s for inode in records)
+        result.t_returned_s = _last(inode.t_returned_s for inode in records)
+        if result.restartable is not None:  # what is claimed no more was not reached
+            node, pieces = self.node, [tree[name] for name in needed if name in tree]
+            result.t_partner_s = _last(i.t_partner_s if node.is_protected(i) else 0.0 for i in records)
+            result.t_pfs_s = _last(i.t_pfs_s if node.on_pfs(f, i) else 0.0 for f, i in pieces)
 
     async def newest_first(self, fid: int, ensure: Ensure | None = None) -> list[Candidate]:
         """What are checkpoints at or below a directory by their names, the newest first.
@@ -269,3 +269,9 @@ def _is_dated_back(inode: Inode) -> bool:
 def _step(path: bytes) -> int:
     found = step_of(path.rpartition(b"/")[2].decode(errors="surrogateescape"))
     return -1 if found is None else found
+
+
+def _last(times: Iterable[float]) -> float:
+    """The latest of them, 0 if one has not come."""
+    found = list(times)
+    return max(found) if all(found) else 0.0

@@ -190,6 +190,10 @@ class Node:
         copies = len({copy.node for copy in self.live_copies(inode)})
         return min(copies, 1) if self.is_cut_off else copies
 
+    def is_protected(self, inode: Inode) -> bool:
+        """Whether as many nodes have the content as are to have it, outside the PFS."""
+        return self.fast_copies(inode) > self.replica_count
+
     def holders(self, inode: Inode) -> list[str]:
         """Distinct live nodes with a copy, the origin first, then in ring order of their names."""
         names = dict.fromkeys(copy.node for copy in self.live_copies(inode))

@@ -116,7 +116,7 @@ class Importer:
 def enter(tx: Tx, parent: int, name: bytes, fid: int, found: PfsStat) -> None:
     """A name that the PFS has and the catalogue did not know. A file with several names there becomes several files."""
     file = found.kind == "f"
-    mtime_s = found.mtime_ns / 1e9
+    mtime_s, there_s = found.mtime_ns / 1e9, found.ctime_ns / 1e9  # landing is a rename, which moves the ctime
     gen = 1 if file else 0
     tx.put(rec.dirent_key(parent, name), Dirent(fid, found.kind))
     tx.put(
@@ -124,7 +124,7 @@ def enter(tx: Tx, parent: int, name: bytes, fid: int, found: PfsStat) -> None:
         Inode(
             found.kind, found.mode & 0o7777, found.uid, found.gid, found.atime_ns, found.mtime_ns, found.ctime_ns,
             size=found.size if found.kind in "fl" else 0, gen=gen, rdev=found.rdev, target=found.target,
-            pfs=PfsCopy(gen, mtime_s, found.ino, found.size, found.mtime_ns), t_returned_s=mtime_s, t_pfs_s=mtime_s,
+            pfs=PfsCopy(gen, there_s, found.ino, found.size, found.mtime_ns), t_returned_s=mtime_s, t_pfs_s=there_s,
             imported=found.kind != "d", xattrs=found.xattrs,
         ),
     )  # fmt: skip

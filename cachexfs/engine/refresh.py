@@ -162,11 +162,11 @@ class Refresher:
             same = landed.is_same(stat.ino, stat.size, stat.mtime_ns)
         if same:
             return publication.pfs_copy_found(tx, self.node.ctx(), entry.fid, inode.gen, lambda _: True)
-        gen, mtime_s = inode.gen + (inode.kind == "f"), stat.mtime_ns / 1e9
+        gen, mtime_s, there_s = inode.gen + (inode.kind == "f"), stat.mtime_ns / 1e9, stat.ctime_ns / 1e9
         new = msgspec.structs.replace(
             inode, mode=stat.mode & 0o7777, uid=stat.uid, gid=stat.gid, size=stat.size, gen=gen, origin="", copies=(),
             mtime_ns=stat.mtime_ns, ctime_ns=stat.ctime_ns, target=stat.target, error="", t_returned_s=mtime_s,
-            t_partner_s=0.0, t_pfs_s=mtime_s, pfs=PfsCopy(gen, mtime_s, stat.ino, stat.size, stat.mtime_ns),
+            t_partner_s=0.0, t_pfs_s=there_s, pfs=PfsCopy(gen, there_s, stat.ino, stat.size, stat.mtime_ns),
             xattrs=stat.xattrs,
         )  # fmt: skip
         tx.put(rec.inode_key(entry.fid), new)

@@ -81,6 +81,18 @@ def test_a_rewrite_is_a_new_generation_and_falls_back(mount: Path) -> None:
     assert new["digest"] != old["digest"]
 
 
+def test_when_a_file_came_to_the_pfs_is_not_its_mtime_after_a_remount(mount: Path, alone: LocalCluster) -> None:
+    """``cp -a`` of an old checkpoint was at ``pfs`` years ago."""
+    before = datetime.datetime.now(datetime.UTC)
+    (mount / "f").write_bytes(b"bytes")
+    os.utime(mount / "f", (1e9, 1e9))
+    until_stage(mount / "f", "pfs")
+    alone.umount()
+    alone.mount()
+    assert (mount / "f").stat().st_mtime == 1e9
+    assert before <= parsed(xattrs(mount / "f")["t.pfs"]) <= datetime.datetime.now(datetime.UTC)
+
+
 def test_directories_show_the_weakest_of_what_lies_below(mount: Path, alone: LocalCluster) -> None:
     (mount / "d/e").mkdir(parents=True)
     assert xattr(mount / "d/e", "stage") == "pfs"

@@ -196,22 +196,29 @@ def test_without_a_majority_changes_fail_and_the_daemon_has_not_failed(
     assert cluster.status(0).failed is None
 
 
-def test_a_claim_that_nobody_can_vouch_for_falls(make_cluster: Callable[..., LocalCluster]) -> None:
+def test_a_claim_that_nobody_can_vouch_for_falls(
+    make_cluster: Callable[..., LocalCluster], templates: tuple[Template, Template]
+) -> None:
     """Two nodes, the partner dies: without a majority its death is no news, and 'partner' was claimed all the same."""
     cluster = make_cluster(2, OPTIONS | {"fsync_timeout": "4"})
-    path = cluster.nodes[0].mountpoint / "f"
+    path, step = (cluster.nodes[0].mountpoint / name for name in ("f", "step-1"))
     with pfs_away(cluster):
         write_file(path, b"x" * MIB)
-        assert xattr(path, "stage") == "partner"
+        templates[0].save([node.mountpoint for node in cluster.nodes], "step-1")
+        assert xattr(path, "stage") == xattr(step, "restartable") == "partner"
+        assert xattr(step, "t.partner") is not None
         cluster.kill(1)
         until_stage(path, "returned")
         assert xattr(path, "t.partner") is None
+        until("no claim of the checkpoint", lambda: xattr(step, "restartable") in ("returned", "no"))
+        assert xattr(step, "t.partner") is None
         fd = os.open(path, os.O_RDONLY)
         with raises_errno(errno.EIO):
             os.fsync(fd)
         os.close(fd)
         status = cluster.status(0)
         assert not status.protected
+        assert "no word from the others" in cluster.run(0, "status", str(cluster.nodes[0].mountpoint)).out
         assert "recover --dead" in str(status.errors)
         cluster.remount(1)
         until_stage(path, "partner")
