@@ -1,4 +1,4 @@
-"""Calls of applications that got EIO: which of them still say that something is wrong, and which are past.
+"""Calls of applications that got EIO or ENOSPC: which of them still say that something is wrong, and which are past.
 
 Role: filled by the frontend, asked by ``status``. What an fsync or a close was to bring about may come about later: it
 is over when the file is as it was to be, or is gone, or when the same call has worked since. Until then it is an error,
@@ -41,7 +41,7 @@ class FailedCalls:
         return bool(self._calls)
 
     def failed(self, asked: Asked, text: str) -> None:
-        """A call got EIO."""
+        """A call got EIO or ENOSPC."""
         self._calls.pop(asked, None)
         self._calls[asked] = Call(text, self._now_s())
         while len(self._calls) > CALLS_MAX:

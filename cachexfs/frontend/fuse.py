@@ -47,6 +47,9 @@ KIND_BITS = {
     "c": stat.S_IFCHR, "b": stat.S_IFBLK,
 }  # fmt: skip
 
+#: What an application gets through no fault of its own: ``status`` tells of it, too.
+TOLD = (errno.EIO, errno.ENOSPC)
+
 H = TypeVar("H", bound=Callable[..., Awaitable[Any]])
 
 
@@ -64,7 +67,7 @@ def handler(function: H) -> H:
             raise
         except CacheXError as error:  # without an errno: the catalogue, a partner or a disk, not this daemon
             code = error.errno if isinstance(error, FsError) else errno.EIO
-            if code == errno.EIO:
+            if code in TOLD:
                 log.warning("%s: %s", function.__name__, error)
                 asked = self.asked(function.__name__, args, error)
                 self.filesystem.node.failed_calls.failed(asked, f"{function.__name__}: {error}")

@@ -156,6 +156,7 @@ def test_a_full_nvme_is_said_and_loses_nothing(
             kept = put(mount / "kept", 30)
             with raises_errno(errno.ENOSPC):
                 put(mount / "big", 200)
+            assert "staging is full" in cluster.run(0, "status", str(mount)).out
             assert digest(mount / "kept") == kept
         until_stage(mount / "kept", "pfs")
         assert digest(cluster.pfs / "kept") == kept
