@@ -218,8 +218,9 @@ def read_through(report: Report, root: Path, size: int, rounds: int) -> None:
         def side(directory: Path) -> Callable[[int], float]:
             def run(turn: int) -> float:
                 forget_pages(place.cluster.pfs / names[turn])
-                place.rest()
-                touch(share + TOUCH_MORE_BYTES)
+                if directory == place.directory:
+                    place.rest()
+                place.settle(share)
                 return read(directory / names[turn])
 
             return run
