@@ -359,7 +359,8 @@ class Reader:
 
         ``holder`` is whose copy is being read, None for the PFS. The result is None for what has no digests
         (imported files), for this node's memory (not what was spilled), and for the PFS when nobody has a manifest
-        any more.
+        any more. A manifest of this node may be of an earlier content in the same stage, which says nothing of others'
+        copies; that of the holder tells of its own.
         """
         if not content.tree:
             return None
@@ -369,17 +370,17 @@ class Reader:
         if key in self._digests:
             return self._digests[key]
         data = self.node.replicas.manifest(content.stage) if self.node.replicas is not None else None
-        if data is None and holder == self.node.name and self.node.staging.is_spilled(content.stage):
-            return self._know(key, await self._own_digests(content))
-        if data is None and holder != self.node.name:
-            data = await self._manifest(fid, content, holder)
-        if data is None:
-            return None
-        manifest = manifests.decode(data)
-        found = list(split_blocks(manifest.blocks))
-        if tree_digest(found) != content.tree:
-            raise CorruptError("the holder's manifest does not match the catalogue")
-        return self._know(key, found)
+        found = _digests_in(data, content) if data is not None else None
+        if found is None and holder == self.node.name and not self.node.in_memory(content.stage):
+            found = await self._own_digests(content)
+        elif found is None and holder is None:
+            found = await self._any_manifest(fid, content)
+        elif found is None and holder != self.node.name and self.node.peers is not None:
+            with trio.fail_after(PEER_DEADLINE_S):
+                found = _digests_in(await self.node.peers.manifest(str(holder), content.stage), content)
+            if found is None:
+                raise CorruptError("the holder's manifest does not match the catalogue")
+        return self._know(key, found) if found is not None else None
 
     def _know(self, key: tuple[str, int], digests: list[bytes]) -> list[bytes]:
         self._digests[key] = digests
@@ -388,30 +389,32 @@ class Reader:
         return digests
 
     async def _own_digests(self, content: Generation) -> list[bytes]:
-        """Of what this node has spilled, whose blocks no manifest tells: by reading all of it, once."""
-        fd = self.node.staging.open_file(content.stage)
+        """Of what this node has on NVMe and no manifest tells of: by reading all of it, once."""
+        path = self.node.local_path(content.stage, content.size)
+        if path is None:
+            raise FileNotFoundError(errno.ENOENT, "not on this node any more")
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
             _, tree, blocks = await self.node.digests(fd, content.size)
         finally:
             os.close(fd)
         if tree != content.tree:
-            raise CorruptError("the spilled file is not what its digest says")
+            raise CorruptError("the file on this node's NVMe is not what its digest says")
         return blocks
 
-    async def _manifest(self, fid: int, content: Generation, holder: str | None) -> bytes | None:
-        """The manifest of the node whose copy is read; for the PFS's, of any live holder."""
-        if self.node.peers is None:
-            return None
-        if holder is not None:
-            with trio.fail_after(PEER_DEADLINE_S):
-                return await self.node.peers.manifest(holder, content.stage)
+    async def _any_manifest(self, fid: int, content: Generation) -> list[bytes] | None:
+        """For the PFS's copy: as any live holder's manifest has them."""
         inode = self.node.catalogue.view.inode(fid)
-        for name in self.node.holders(inode) if inode is not None else ():
+        for name in self.node.holders(inode) if inode is not None and self.node.peers is not None else ():
             try:
+                assert self.node.peers is not None
                 with trio.fail_after(PEER_DEADLINE_S):
-                    return await self.node.peers.manifest(name, content.stage)
+                    found = _digests_in(await self.node.peers.manifest(name, content.stage), content)
             except (CacheXError, OSError, trio.TooSlowError) as error:
                 log.debug("no manifest of %s from %s: %s", content.stage, name, error)
+                continue
+            if found is not None:
+                return found
         return None
 
     async def _report(self, fid: int, content: Generation, bad: list[tuple[str, str]], reasons: list[str]) -> None:
@@ -420,6 +423,12 @@ class Reader:
         ctx = self.node.ctx()
         why = f"bad or missing copy: {'; '.join(reasons)}"
         await self.node.catalogue.mutate(lambda tx: publication.drop_copies(tx, ctx, fid, content.gen, bad, why))
+
+
+def _digests_in(manifest: bytes, content: Generation) -> list[bytes] | None:
+    """The block digests of an encoded manifest, None when it is of another content. Raises ``CorruptError``."""
+    found = list(split_blocks(manifests.decode(manifest).blocks))
+    return found if tree_digest(found) == content.tree and len(found) == block_count(content.size) else None
 
 
 def _match(fd: int, size: int, digests: list[bytes], blocks: range) -> bool:

@@ -1,10 +1,10 @@
 """Spill: staged files move from memory to NVMe when memory is full and the PFS is not fast enough.
 
 Role: what `returned` promised is kept (the bytes survive the application and the daemon), only slower to read. The
-oldest published files go first; a file in progress that is alone larger than memory goes itself and grows there. What
-is on the PFS already is evicted instead, see ``Keeper``. A device that is failing takes bytes into the kernel's cache
-and loses them afterwards: memory is given up only for what it has synced, and what grew there is synced when it is
-published.
+newest published files go first, those that the PFS gets last; a file in progress that is alone larger than memory goes
+itself and grows there. What is on the PFS already is evicted instead, see ``Keeper``. A device that is failing takes
+bytes into the kernel's cache and loses them afterwards: memory is given up only for what it has synced, and what grew
+there is synced when it is published.
 
 Concurrency: one move at a time. The bytes are copied in a thread, the exchange is one step without an await.
 """
@@ -101,7 +101,8 @@ class Spiller:
         return moved
 
     def _candidates(self) -> list[tuple[str, Vnode | None]]:
-        """Stages in memory whose bytes do not change, oldest first."""
+        """Stages in memory whose bytes do not change, the newest first: the PFS gets the oldest first, so that these
+        leave memory by themselves, and a copy that is under way would begin anew."""
         view, staging, found = self.node.catalogue.view, self.node.staging, []
         for stage in staging.stages():
             if staging.is_spilled(stage):
@@ -113,7 +114,7 @@ class Spiller:
             )
             if gen and inode is not None and needed and self._is_still(stage, vnode):
                 found.append((inode.t_returned_s, stage, vnode))
-        return [(stage, vnode) for _, stage, vnode in sorted(found, key=lambda item: item[:2])]
+        return [(stage, vnode) for _, stage, vnode in sorted(found, key=lambda item: item[:2], reverse=True)]
 
     @staticmethod
     def _is_still(stage: str, vnode: Vnode | None) -> bool:

@@ -349,3 +349,25 @@ def test_a_commit_file_whose_member_is_lost_is_not_offered(
     rest = len(templates[0].shards()) - 1
     until("the rest lands", lambda: len(list(cluster.pfs.glob("step-1/*.distcp"))) == rest)
     assert not (cluster.pfs / "step-1/.metadata").exists()
+
+
+def test_an_old_replica_of_a_file_that_has_grown_since_tells_nothing_of_the_others_copies(
+    make_cluster: Callable[..., LocalCluster],
+) -> None:
+    """The node that was away compared the others' copies, and the PFS's, with its own manifest, and all claims fell."""
+    cluster = make_cluster(3, OPTIONS)
+    mounts = [node.mountpoint for node in cluster.nodes]
+    data = os.urandom(3 * MIB)
+    (mounts[0] / "f").write_bytes(data)
+    until_stage(mounts[0] / "f", "pfs")
+    away = next(n for n in (1, 2) if f"n{n}:nvme" in str(xattr(mounts[0] / "f", "holders")))
+    cluster.kill(away)
+    with pfs_away(cluster):
+        with (mounts[0] / "f").open("ab") as file:
+            file.write(data)
+        until_stage(mounts[0] / "f", "partner")
+        cluster.remount(away)
+        held = xattr(mounts[0] / "f", "holders")
+        assert (mounts[away] / "f").read_bytes() == data + data
+        assert xattr(mounts[0] / "f", "holders") == held
+    until_stage(mounts[0] / "f", "pfs")

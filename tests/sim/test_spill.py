@@ -254,3 +254,20 @@ async def test_a_file_that_is_closed_while_it_moves_to_nvme_gives_its_memory_bac
             scene.life.staging.remove(stage)
             closed.set()
     assert vnode.fd == -1
+
+
+@full
+async def test_what_is_copied_to_the_pfs_now_stays_in_memory_as_long_as_there_is_something_newer(
+    scene: Scene, disk: Failing
+) -> None:
+    """Its copy began anew from NVMe."""
+    for name in (b"a", b"b", b"c"):
+        await scene.write(name, b"x" * 30 * KIB)
+    await scene.write(b"d", b"x" * 30 * KIB)
+    staging, view = scene.life.staging, scene.life.node.catalogue.view
+    spilled = {}
+    for name in (b"a", b"b", b"c", b"d"):
+        content = view.generation(await scene.ino(name))
+        assert content is not None
+        spilled[name] = staging.is_spilled(content.stage)
+    assert spilled == {b"a": False, b"b": False, b"c": True, b"d": False}
