@@ -23,7 +23,7 @@ from typing import Any
 import msgspec
 import trio
 
-from cachexfs import ended, fuse_mount, staged, succession, tmpfs
+from cachexfs import ended, fuse_mount, ours, staged, succession, tmpfs
 from cachexfs.adapters.awake import AwakeClock
 from cachexfs.adapters.catalogue_builtin import BuiltinCatalogue
 from cachexfs.adapters.catalogue_etcd import EtcdCatalogue
@@ -120,7 +120,7 @@ class Daemon:
             os.kill(self.etcd.pid, signal.SIGTERM)
         for path in self._made_anew:  # it may be of the wrong PFS directory
             os.unlink(path)
-        tmpfs.remove_tree(self.staging.directory)
+        ours.remove_staging(self.staging.directory)
         tmpfs.release(self.options)
         self.staging.close()
 
@@ -373,19 +373,19 @@ class Daemon:
     async def _give_back(self, catalogue: Catalogue) -> None:
         if isinstance(catalogue, BuiltinCatalogue):
             catalogue.close()
-        places = [self.options.spill_directory, self.options.nvme_directory]
+        stays = self.etcd is not None and bool(self._needed_by)
         if self.etcd is not None and self._needed_by:  # with its data and certificates
             log.warning(
                 "left before %s: this node's etcd member (process %s) stays for them, and ends when the last of them "
                 "that has one, too, is unmounted", ", ".join(self._needed_by), self.etcd.pid,
             )  # fmt: skip
-            places[-1:] = [str(self._replicas)]
         elif self.etcd is not None:
             await self.etcd.stop()
-        tmpfs.remove_tree(self.staging.directory)
-        for own in places:
-            if own is not None:
-                tmpfs.remove_tree(Path(own))
+        ours.remove_staging(self.staging.directory)
+        if self.options.spill_directory is not None:
+            ours.remove_spill(Path(self.options.spill_directory))
+        if self.options.nvme_directory is not None:
+            ours.remove_replicas(self._replicas) if stays else ours.remove_nvme(Path(self.options.nvme_directory))
         tmpfs.release(self.options)
 
 

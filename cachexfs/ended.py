@@ -15,9 +15,9 @@ import os
 import re
 from pathlib import Path
 
-from cachexfs import etcd_process
+from cachexfs import etcd_process, ours
 from cachexfs.errors import UsageError
-from cachexfs.tmpfs import PFS_TOKEN, remove_tree
+from cachexfs.tmpfs import PFS_TOKEN
 
 NAME = "ended"
 LOCK = "lock"  # of the daemon that uses the directory
@@ -78,9 +78,9 @@ def clear(directory: str, nvme_directory: str | None, spill_directory: str | Non
     else:
         if nvme_directory is not None:
             clear_nvme(nvme_directory)
-        for place in (spill_directory, directory):
-            if place is not None:
-                remove_tree(Path(place))
+        if spill_directory is not None:
+            ours.remove_spill(Path(spill_directory))
+        ours.remove_staging(Path(directory))
     finally:
         os.close(fd)
 
@@ -88,7 +88,7 @@ def clear(directory: str, nvme_directory: str | None, spill_directory: str | Non
 def clear_nvme(directory: str) -> None:
     """Give back what a node has on NVMe, and end its etcd member. Raises ``OSError``."""
     etcd_process.end(Path(directory) / "etcd" / etcd_process.PID_NAME)
-    remove_tree(Path(directory))
+    ours.remove_nvme(Path(directory))
 
 
 def _small(path: str) -> str:

@@ -40,6 +40,19 @@ def parse(data: bytes) -> list[Mounted]:
     return found
 
 
+def place_of(path: str) -> Mounted | None:
+    """The mount that a path without symlinks lies in; None where the kernel does not say."""
+    found: Mounted | None = None
+    try:
+        for mount in read():
+            is_above = path == mount.mountpoint or path.startswith(mount.mountpoint.rstrip("/") + "/")
+            if is_above and (found is None or len(mount.mountpoint) >= len(found.mountpoint)):  # the last is on top
+                found = mount
+    except OSError:
+        return None
+    return found
+
+
 def read(path: str = PATH) -> list[Mounted]:
     """``parse`` of a file. Raises ``OSError``."""
     with open(path, "rb") as file:

@@ -7,16 +7,12 @@ supervisor starts; the daemon gives it back after a clean end.
 from __future__ import annotations
 
 import errno
-import logging
 import os
 import subprocess
-from pathlib import Path
 
 from cachexfs import config, machine
 from cachexfs.config import MountOptions
 from cachexfs.errors import UsageError
-
-log = logging.getLogger(__name__)
 
 HEADROOM_BYTES = 64 << 20
 SOURCE = "cachexfs-staging"  # as the table of mounts shows it
@@ -96,16 +92,3 @@ def release(options: MountOptions) -> None:
     except OSError as error:
         if error.errno not in (errno.ENOTEMPTY, errno.EBUSY, errno.ENOENT, errno.EACCES, errno.EPERM):
             raise
-
-
-def remove_tree(directory: Path) -> None:
-    """Remove a directory with all that is in it. What cannot be removed is logged, and left."""
-    for path in sorted(directory.rglob("*"), key=lambda p: len(p.parts), reverse=True):
-        try:
-            path.rmdir() if path.is_dir() and not path.is_symlink() else path.unlink()
-        except OSError as error:
-            log.warning("left behind: %s: %s", path, error)
-    try:
-        directory.rmdir()
-    except OSError:
-        return  # a mount point, or shared with others

@@ -20,6 +20,7 @@ from pathlib import Path
 from cachexfs import machine
 from cachexfs.adapters.spare import PIECE_BYTES, SMALL_PIECE_BYTES, Spare
 from cachexfs.errors import UsageError
+from cachexfs.ours import SPILLED
 
 log = logging.getLogger(__name__)
 
@@ -96,7 +97,7 @@ class Staging:
             found = os.statvfs(self._spill)
             self.spill_limit_bytes = found.f_blocks * found.f_frsize
             for other in root.iterdir():
-                if other != self._spill:
+                if other != self._spill and SPILLED.fullmatch(other.name):
                     shutil.rmtree(other, ignore_errors=True)
             for name in os.listdir(self._spill):
                 if name.endswith(ORPHAN_SUFFIX):

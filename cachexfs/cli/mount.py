@@ -106,7 +106,7 @@ def command(
         with acting_as(user):
             end_earlier(options)
     with acting_as(user):
-        warning = check_directories(options, adoption, change=not check)
+        warnings = check_directories(options, adoption, change=not check)
         others = mounts.registry(options.runtime_dir)
     if not check:
         check_address(options)
@@ -116,11 +116,11 @@ def command(
                 f"{options.pfs} is mounted at {entry.mountpoint} too, by another job: the two mounts do not "
                 "see each other's changes"
             )
-    if check and warning:
-        write_warning(warning)
     if check:
+        for warning in warnings:
+            write_warning(warning)
         return EXIT_DONE
-    return _start(options, foreground, timeout_s, as_json, warning)
+    return _start(options, foreground, timeout_s, as_json, warnings)
 
 
 def _begin_anew(options: MountOptions) -> None:
@@ -159,8 +159,8 @@ def _give(options: MountOptions, user: tuple[int, int]) -> None:
             raise UsageError(f"user=: that user cannot run {sys.executable}: install CacheX FS where all can read it")
 
 
-def _start(options: MountOptions, foreground: bool, timeout_s: float, as_json: bool, warning: str) -> int:
-    """``warning``: for who has a mount now; an error needs no other line beside it."""
+def _start(options: MountOptions, foreground: bool, timeout_s: float, as_json: bool, warnings: list[str]) -> int:
+    """``warnings``: for who has a mount now; an error needs no other line beside it."""
     try:
         text = msgspec.json.encode(options)
     except UnicodeEncodeError:
@@ -208,7 +208,7 @@ def _start(options: MountOptions, foreground: bool, timeout_s: float, as_json: b
         with acting_as(user):
             known = mounts.registry(options.runtime_dir)
         entry = next((e for e in known if e.mountpoint == options.mountpoint), None)
-        if warning:
+        for warning in warnings:
             write_warning(warning)
         if as_json:
             write_json(

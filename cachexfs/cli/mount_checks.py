@@ -22,6 +22,7 @@ from cachexfs.cli.child import run_in_child
 from cachexfs.cli.identity import acting_as
 from cachexfs.cli.output import write_warning
 from cachexfs.cli.pfs_check import PFS_TIMEOUT_S, Adoption, check_new, check_nvme
+from cachexfs.cli.places import check_places, warning_of
 from cachexfs.cli.protocol import Pong
 from cachexfs.config import MountOptions
 from cachexfs.core import sizes
@@ -203,29 +204,27 @@ def detach(mountpoint: str) -> None:
     raise CannotTellError(f"cannot take the dead mount {mountpoint} away: {said}")
 
 
-def check_directories(options: MountOptions, adoption: Adoption, change: bool) -> str:
+def check_directories(options: MountOptions, adoption: Adoption, change: bool) -> list[str]:
     """The PFS directory (in a child: it may hang), NVMe, staging and runtime directories. Raises ``UsageError``.
 
-    Returns a warning for who mounts, or "".
+    Returns warnings for who mounts.
     """
-    warning = ""
+    check_places(options)
+    warnings = [warning_of(options)] if not is_in_use(options) else []
     if not options.offline and not is_in_use(options):
-        warning = check_new(options.pfs, options.pfs_type)
+        warnings.append(check_new(options.pfs, options.pfs_type))
         check_nvme(options)
     adoption.check()
     for key, path in (("nvme", options.nvme), ("staging", options.staging)):
         if path is None or (key == "nvme" and options.uid is not None and _is_given(options)):
             continue
-        for other in (options.pfs, options.mountpoint):
-            if path == other or path.startswith(other.rstrip("/") + "/"):
-                raise UsageError(f"{key}={path} lies in '{other}': give a directory on this node's own storage")
         if change:
             with suppress(OSError):
                 os.mkdir(path, 0o700)
         _check_local(key, path, missing_is_well=not change and os.path.isdir(os.path.dirname(path)))
     if change:
         make_runtime_dir(options.runtime_dir)
-    return warning
+    return [warning for warning in warnings if warning]
 
 
 def _is_given(options: MountOptions) -> bool:

@@ -226,21 +226,9 @@ def _look(pfs: str, before: str) -> Look:
         pass
     except OSError as error:
         token_error = error.errno or errno.EIO
-    mountpoint, kind = _filesystem(os.path.realpath(pfs))
+    place = mountinfo.place_of(os.path.realpath(pfs))
+    mountpoint, kind = (place.mountpoint, place.kind) if place is not None else ("", "")
     return Look(0, is_directory, is_usable, is_read_only, token, token_error, is_known, mountpoint, kind)
-
-
-def _filesystem(path: str) -> tuple[str, str]:
-    """(mount point, type) of what a path without symlinks lies on; "" where the kernel does not say."""
-    found = ("", "")
-    try:
-        for mount in mountinfo.read():
-            is_above = path == mount.mountpoint or path.startswith(mount.mountpoint.rstrip("/") + "/")
-            if is_above and len(mount.mountpoint) >= len(found[0]):  # of several at one place the last is on top
-                found = (mount.mountpoint, mount.kind)
-    except OSError:
-        return "", ""
-    return found
 
 
 def _write_and_remove(pfs: str) -> None:

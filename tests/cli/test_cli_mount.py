@@ -89,8 +89,9 @@ def test_more_memory_than_there_is(
     monkeypatch.setattr(mount_checks, "memory_limit_bytes", lambda: 24 << 30)
     assert "allows (24.0 GiB)" in refused(run, "--check", *places, "-o", "memory=1T")
     assert run("mount", "--check", *places, "-o", "memory=24G").code == 0
-    (tmp_path / "pfs-id").touch()  # what is staged already is adopted
-    ran = run("mount", "--check", *places, "-o", f"memory=1T,staging={tmp_path}")
+    (tmp_path / "s").mkdir()
+    (tmp_path / "s" / "pfs-id").touch()  # what is staged already is adopted
+    ran = run("mount", "--check", *places, "-o", f"memory=1T,staging={tmp_path}/s")
     assert (ran.code, "warning: memory=1.0 TiB is more" in ran.err) == (0, True)
 
 

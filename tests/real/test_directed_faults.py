@@ -112,14 +112,14 @@ import sys
 if "cachexfs.daemon" in sys.orig_argv:
     import os, time
     from pathlib import Path
-    found, orders = Path.rglob, Path(os.environ["SLOW_END"])
-    def rglob(self, pattern):
-        if sys._getframe(1).f_code.co_name == "remove_tree":
+    found, orders = Path.iterdir, Path(os.environ["SLOW_END"])
+    def iterdir(self):
+        if sys._getframe(1).f_code.co_name == "_below":
             (orders / "ending").touch()
             while (orders / "hold").exists():
                 time.sleep(0.005)
-        return found(self, pattern)
-    Path.rglob = rglob
+        return found(self)
+    Path.iterdir = iterdir
 """
 
 
