@@ -30,6 +30,7 @@ log = logging.getLogger(__name__)
 
 STALE_AFTER_S = 5.0
 MEMBERS_PATIENCE_S = 10.0
+KEEP_PATIENCE_S = 10.0  # a removal does not wait longer for a PFS that has the only copy
 PROTECTED_BYTES_MAX = 64 << 20  # a rename waits for the partner's copy of files up to this size
 
 
@@ -169,6 +170,7 @@ class Names:
             return
         await self._current(parent)
         await self._know_members(parent, name)
+        await self._keep_for_handles(parent, name)
         ctx = self.node.ctx()
         await self._mutate(lambda tx: namespace.unlink(tx, ctx, parent, name), request)
 
@@ -204,8 +206,22 @@ class Names:
             await self._protect_before_rename(entry.fid)
             await self._know_members(parent, name)
         await self._know_members(parent2, name2)
+        await self._keep_for_handles(parent2, name2)
         ctx = self.node.ctx()
         await self._mutate(lambda tx: namespace.rename(tx, ctx, parent, name, parent2, name2, flags), request)
+
+    async def _keep_for_handles(self, parent: int, name: bytes) -> None:
+        """What applications have open goes on without a name, also where only the PFS or another node has its bytes."""
+        entry = self.node.catalogue.view.lookup(parent, name)
+        vnode = self.files.known(entry.fid) if entry is not None else None
+        inode = self.node.catalogue.view.inode(entry.fid) if entry is not None else None
+        if vnode is None or inode is None or inode.nlink > 1 or not vnode.handles or not vnode.content.size:
+            return
+        try:
+            with trio.move_on_after(KEEP_PATIENCE_S):
+                await self.files.writing.keep(vnode)
+        except (CacheXError, OSError) as error:
+            log.warning("%r is open, and loses its last name without its bytes: %s", name, error)
 
     async def _know_members(self, parent: int, name: bytes) -> None:
         """Before a file that the PFS has changes or goes: find out whether a commit file beside it names it.

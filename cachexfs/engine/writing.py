@@ -246,6 +246,19 @@ class Writing:
             f"the PFS for {self.node.options.full_timeout_s:.0f} s, and NVMe takes nothing (-o nvme=DIR)",
         )
 
+    async def keep(self, vnode: Vnode) -> None:
+        """Before an open file loses its last name: its bytes come here, if memory has room for them and they are
+        nowhere on this node; nobody else keeps them for it. Raises what stands in the way."""
+        content = vnode.content
+        if vnode.fd >= 0 or not vnode.handles or self.node.local_path(content.stage, content.size) is not None:
+            return
+        size = content.size
+        if not self.source.make_room(size) and not (await self.source.ask_room(size) and self.source.make_room(size)):
+            return
+        async with vnode.change_lock:
+            if vnode.fd < 0 and vnode.content.size:
+                await self._copy_up(vnode, None)
+
     async def unshare(self, vnode: Vnode) -> None:
         """Before a writer joins readers that the kernel serves: what is published moves to a file of its own.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Awaitable, Callable
 
 import pytest
@@ -71,5 +72,32 @@ def test_an_open_file_takes_the_place_of_another_before_its_first_close(
         wanted = dict.fromkeys(there, b"new") | others
         found = {name: scene.on_pfs(name) for name in (b"a.tmp", b"a", b"b", b"c", b"new.tmp")}
         assert {name: data for name, data in found.items() if data is not None} == wanted
+
+    play()
+
+
+@pytest.mark.parametrize("how", ["unlinked", "replaced"])
+@pytest.mark.parametrize("is_killed", [False, True])
+def test_what_only_the_pfs_has_goes_on_without_a_name_while_it_is_open(how: str, *, is_killed: bool) -> None:
+    """Reading it gave ESTALE, and a change of it began with nothing."""
+
+    @scene(planted={b"f": ("f", 0o644, b"bytes")})
+    async def play(scene: Scene) -> None:
+        opened = scene.kernel.opened(scene.fs, await scene.fs.open(await scene.ino(b"f"), os.O_RDWR))
+        if how == "unlinked":
+            await scene.unlink(b"f")
+        else:
+            await scene.write(b"g", b"others")
+            await scene.rename(b"g", b"f")
+        await scene.drained()
+        if is_killed:
+            await scene.killed(supervised=True)
+        assert await scene.fs.read(opened.handle, 0, 10) == b"bytes"
+        await scene.fs.write(opened.handle, 0, b"B")
+        assert await scene.fs.read(opened.handle, 0, 10) == b"Bytes"
+        scene.kernel.closed(opened)
+        await scene.close(opened.handle)
+        await trio.sleep(5)
+        assert len(scene.life.staging.stages()) == (how == "replaced")
 
     play()
