@@ -116,20 +116,21 @@ def tear(tx: Tx, key: bytes, claimants: Collection[bytes], *, keep_name: bool = 
             tx.put(other, msgspec.structs.replace(op, cancelled=True))
 
 
-def release(tx: Tx, key: bytes, *, ready: bool = False) -> bool:
-    """Let a held withdrawal land; ``ready``: only as long as its successor is. False when it is not there, or not
-    held."""
+def release(tx: Tx, key: bytes, *, ready: bool = False, anyway: bool = False) -> bool:
+    """Let a held withdrawal land; ``ready``: only as long as its successor is; ``anyway``: whatever comes. False when
+    it is not there, or not held."""
     op = tx.read(key)
     if not isinstance(op, Op) or not op.held:
         return False
-    tx.put(key, msgspec.structs.replace(op, held=False, ready=ready))
+    tx.put(key, msgspec.structs.replace(op, held=False, ready=ready, lasting=op.lasting and not anyway))
     return True
 
 
 def hold_again(tx: Tx, key: bytes) -> None:
-    """The successor that a withdrawal was released for is removed or replaced, and none is ready."""
+    """The successor that a withdrawal was released for is removed or replaced, and none is ready; or the last one on
+    the PFS was to go, and by now the next one comes."""
     op = tx.read(key)
-    if isinstance(op, Op) and op.ready:
+    if isinstance(op, Op) and (op.ready or op.lasting):
         tx.put(key, msgspec.structs.replace(op, held=True, ready=False))
 
 

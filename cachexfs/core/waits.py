@@ -105,6 +105,16 @@ class Waits:
             op = self.order.op(key)
         return op is not None
 
+    def would_stick(self, key: bytes, other: bytes) -> bool:
+        """Whether an operation would be stuck if ``other`` were held: it waits for that, over others perhaps."""
+        op = self.order.op(key)
+        while op is not None and (op.kind != OpKind.PUT or op.ready) and key in self._blockers:
+            key = self._blockers[key]
+            if key == other:
+                return True
+            op = self.order.op(key)
+        return False
+
     def _is_stuck(self, op: Op, blocker: bytes | None) -> bool:
         if op.kind == OpKind.WITHDRAW and op.held:
             return True

@@ -54,7 +54,7 @@ class Claims:
         self._graced: dict[bytes, None] = {}  # withdrawals whose commit file was removed a while ago
         self._nursery: trio.Nursery | None = None
         self._lasting: set[bytes] = set()  # paths of commit files that are looked at again after a while
-        drainer.names.whole = self.whole
+        drainer.names.whole, drainer.names.stays = self.whole, last_whole.stays
         last_whole.on_change = self._look_at_lasting
 
     # ---- following the catalogue
@@ -144,7 +144,7 @@ class Claims:
                     continue
                 if pressed and self._keeps_memory(key, op):
                     log.warning("no room in memory: the checkpoint of %r leaves the PFS before the next is there", path)
-                    await self._release(key)
+                    await self._release(key, anyway=True)
                 elif self.drainer.responsible(op):
                     await self._decide(key, op)
             for fid in list(self._withdrawn):
@@ -208,11 +208,11 @@ class Claims:
         self._graced[key] = None
         self._look_at(path)
 
-    async def _release(self, key: bytes, restored: int = 0, *, ready: bool = False) -> None:
+    async def _release(self, key: bytes, restored: int = 0, *, ready: bool = False, anyway: bool = False) -> None:
         ctx: Ctx = self.node.ctx()
 
         def release(tx: Tx) -> None:
-            if claims.release(tx, key, ready=ready) and restored:
+            if claims.release(tx, key, ready=ready, anyway=anyway) and restored:
                 claims.restore(tx, ctx, restored)
 
         await self.node.catalogue.mutate(release)

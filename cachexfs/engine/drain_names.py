@@ -42,6 +42,8 @@ class DrainNames:
         self._hung_at: dict[int, bytes] = {}  # directory -> where a call that was given up may still set its attributes
         #: whether a checkpoint's commit file (file id) and all that it names are there, but for its own name
         self.whole: Callable[[int], Awaitable[bool]] = _unknown
+        #: whether the last checkpoint on the PFS (id and path of its commit file, its withdrawal) stays for the next
+        self.stays: Callable[[int, bytes, bytes], bool] = lambda fid, path, key: False
         self.order = PendingOrder()  # that all pending operations stand in
 
     @property
@@ -191,12 +193,9 @@ class DrainNames:
 
     # ---- commit files
     async def _withdraw(self, key: bytes, op: Op) -> None:
-        """Take a commit file off the PFS before what it names changes there. The claim falls first.
-
-        What is to take its place may have been removed or replaced while this waited for its turn.
-        """
+        """Take a commit file off the PFS before what it names changes there. The claim falls first."""
         view = self.node.catalogue.view
-        if op.ready and claims.successor(view, self.order, key) is Successor.NONE:
+        if self._is_early(key, op):
             await self.node.catalogue.mutate(lambda tx: claims.hold_again(tx, key))
             return
         hidden = f"{op.fid:x}.{op.gen:x}"
@@ -234,6 +233,13 @@ class DrainNames:
             if self.node.catalogue.view.inode(op.fid) is None:
                 await self._run("unlink", held)
         await self.finish(key)
+
+    def _is_early(self, key: bytes, op: Op) -> bool:
+        """Whether, while a withdrawal waited for its turn, what was to take the place was removed or replaced; or
+        something is to take it that was not to come then."""
+        if op.ready:
+            return claims.successor(self.node.catalogue.view, self.order, key) is Successor.NONE
+        return op.kind == OpKind.WITHDRAW and op.lasting and self.stays(op.fid, op.path, key)
 
     async def _hide_others(self, op: Op, before: Inode | None) -> None:
         """A hard link of a commit file claims as much as its first name."""

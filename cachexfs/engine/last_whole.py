@@ -73,8 +73,9 @@ class LastWhole:
         path = self.node.catalogue.view.path(fid)
         return fid in self._landed and path is not None and self.stays(fid, path)
 
-    def stays(self, fid: int, path: bytes) -> bool:
-        """The same of one that is at that path on the PFS, and may have been removed from the mount."""
+    def stays(self, fid: int, path: bytes, key: bytes = b"") -> bool:
+        """The same of one that is at that path on the PFS, and may have been removed from the mount. ``key``: its
+        withdrawal, should that be held; what waits for it does not land before."""
         view, series, parts = self.node.catalogue.view, _NUMBER.sub(b"#", path), path.split(b"/")
         there, coming = set[int](), set[int]()  # how near those are that have landed, and those on their way
         for other in islice(reversed(self._landed), LOOKS_MAX):
@@ -84,14 +85,17 @@ class LastWhole:
             names = list(view.pending_renames(view.path(other) or b""))
             if not names:
                 there.add(near)
-            elif not any(map(self._waits.stuck, names)):
+            elif not any(self._is_kept_off(name, key) for name in names):
                 coming.add(near)
             if len(parts) - 2 in there:
                 return False  # none is nearer
-        for key, other in self._coming.items():
-            near = self._nearness(other, series, parts) if other != fid and not self._waits.stuck(key) else None
+        for name, other in self._coming.items():
+            near = self._nearness(other, series, parts) if other != fid and not self._is_kept_off(name, key) else None
             coming.update(() if near is None else (near,))
         return max(coming, default=NONE) > max(there, default=NONE)
+
+    def _is_kept_off(self, key: bytes, withdrawal: bytes) -> bool:
+        return self._waits.stuck(key) or self._waits.would_stick(key, withdrawal)
 
     def _leaves(self, fid: int) -> bool:
         return any(op.kind == OpKind.WITHDRAW for _, op in self.node.catalogue.view.ops_of(fid))

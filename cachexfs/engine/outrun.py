@@ -44,6 +44,8 @@ class Outrun:
             op = new or old
             if isinstance(old, Op) and _stays(old) and not _stays(new):
                 self._leaving.setdefault(_series(old), set()).update(self._staying.pop(_series(old), ()))
+            elif isinstance(old, Op) and _stays(new) and not _stays(old):
+                self._staying.setdefault(_series(old), set()).update(self._leaving.pop(_series(old), ()))
             if isinstance(op, Op) and is_commit_name(_series(op)[1]):
                 self._count(key, op, records.get(op.fid), issued=old is None, over=new is None)
         if self._removed or self.node.errors.get(_ERROR):

@@ -115,6 +115,54 @@ def test_it_stays_for_what_is_going_to_land_only() -> None:
     remove_all()
 
 
+def test_it_stays_for_one_that_is_saved_before_it_has_gone() -> None:
+    """Nothing was to take its place when it was let go; it waited for the PFS."""
+
+    @scene()
+    async def save_again(scene: Scene) -> None:
+        await save(scene, b"s0")
+        await scene.drained()
+        seen = rotation(scene)
+        scene.faults.away = True
+        await save(scene, b"s1")
+        await remove(scene, b"s0")
+        await remove(scene, b"s1")
+        with trio.fail_after(60):
+            while any(op.held for _, op, _ in scene.life.catalogue.view.ops()):  # noqa: ASYNC110
+                await trio.sleep(0.1)
+        await save(scene, b"s2")
+        await removals_only(scene)
+        await scene.drained()
+        assert seen == {b"s0", b"s2"}
+        assert scene.on_pfs(b"s0/m") is None
+
+    save_again()
+
+
+@pytest.mark.parametrize("made_in", [b"", b"tmp"])
+def test_one_that_is_to_have_its_name_does_not_keep_it_for_ever(made_in: bytes) -> None:
+    """It waits for the removal, which would wait for it: let go, held again, let go."""
+
+    @scene()
+    async def save_again(scene: Scene) -> None:
+        await save(scene, b"s0")
+        await scene.drained()
+        scene.faults.away = True
+        await save(scene, b"s1")
+        await remove(scene, b"s0")
+        await remove(scene, b"s1")
+        with trio.fail_after(60):
+            while any(op.held for _, op, _ in scene.life.catalogue.view.ops()):  # noqa: ASYNC110
+                await trio.sleep(0.1)
+        await save(scene, b"s0", made_in)
+        scene.faults.away = False
+        await scene.drained()
+        assert whole(scene, b"s0")
+        assert scene.left() == []
+
+    save_again()
+
+
 def test_one_that_the_pfs_refuses_holds_nothing_up() -> None:
     """Perhaps for lack of the room that the old one takes."""
 
