@@ -337,6 +337,8 @@ class Daemon:
         """Leave the catalogue at once, and keep its member until the others have left too."""
         if self.serving.retired or not isinstance(catalogue, EtcdCatalogue):
             return
+        if self.etcd is not None:  # the last of the others may drop its member from now on
+            self.etcd.is_leaving = True
         with trio.move_on_after(DEPART_S):
             if self.serving.is_published:
                 await leave_token(node, self.staging.directory, is_done=self.serving.exit_code == 0)
@@ -373,8 +375,8 @@ class Daemon:
     async def _give_back(self, catalogue: Catalogue) -> None:
         if isinstance(catalogue, BuiltinCatalogue):
             catalogue.close()
-        stays = self.etcd is not None and bool(self._needed_by)
-        if self.etcd is not None and self._needed_by:  # with its data and certificates
+        stays = self.etcd is not None and bool(self._needed_by) and not self.etcd.was_dropped
+        if self.etcd is not None and stays:  # with its data and certificates
             log.warning(
                 "left before %s: this node's etcd member (process %s) stays for them, and ends when the last of them "
                 "that has one, too, is unmounted", ", ".join(self._needed_by), self.etcd.pid,

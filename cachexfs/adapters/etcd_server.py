@@ -83,6 +83,7 @@ class EtcdServer:
         others = [Endpoint(member.host, member.client_port) for member in members if member is not self._own]
         peer_url = _url("https" if tls else "http", self._own.host, self._own.peer_port)
         self._lock = trio.Lock()
+        self.is_leaving = False  # its node is: what ends is not started again
         self._membership = Membership(others, name, peer_url, token, tls)
 
     @property
@@ -121,6 +122,11 @@ class EtcdServer:
             await self._wait_end(pid)
             raise CannotTellError(f"etcd ended at once: {self.last_words()} (log: {self.log_path})")
         return False
+
+    @property
+    def was_dropped(self) -> bool:
+        """Whether it has ended because the others have taken it out of the cluster."""
+        return self.pid is None and "permanently removed from the cluster" in self.last_words()
 
     async def stop(self) -> None:
         """End the member: SIGTERM, after ``etcd_process.STOP_TIMEOUT_S`` SIGKILL."""
@@ -169,6 +175,8 @@ class EtcdServer:
         while True:
             began_s = trio.current_time()
             had_started = await self._attend()
+            if self.is_leaving:
+                await trio.sleep_forever()
             if trio.current_time() - began_s > RESTART_DELAY_S_MAX:
                 delay_s = RESTART_DELAY_S_MIN
             if had_started:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import socket
@@ -14,8 +15,8 @@ import trio
 from catalogue_support import LOOPBACK, PATIENCE_S, SECRET, EtcdCluster, adder, own_cluster, running, size_of
 
 from cachexfs.adapters.etcd_client import EtcdClient
-from cachexfs.adapters.etcd_membership import MembersAnswer
-from cachexfs.adapters.etcd_server import EtcdServer, Member
+from cachexfs.adapters.etcd_membership import MembersAnswer, NotAdmittedError
+from cachexfs.adapters.etcd_server import RESTART_DELAY_S_MIN, EtcdServer, Member
 from cachexfs.adapters.job_tls import JobAuthority, TlsFiles
 from cachexfs.core.records import FID_STEP
 from cachexfs.errors import CannotTellError, UsageError
@@ -178,6 +179,23 @@ async def test_a_member_that_the_survivor_has_dropped_does_no_harm_and_joins_aga
                 assert await client.mutate(adder(FID)) == 3
         async with running(client := cluster.client(job, "m1", 1)):
             assert size_of(client, FID) == 3
+        nursery.cancel_scope.cancel()
+
+
+async def test_a_member_that_is_dropped_while_its_node_leaves_is_not_started_again() -> None:
+    """It ran on below a daemon that ended just then, with nobody to end it."""
+    async with own_cluster(2) as cluster, trio.open_nursery() as nursery:
+        leaving = again(cluster, 1)
+        assert await nursery.start(leaving.run, print)
+        await until_full(cluster, 2)
+        leaving.is_leaving = True
+        with trio.fail_after(PATIENCE_S):
+            while leaving.pid is not None:  # etcd refuses until the members have known each other for some seconds
+                with contextlib.suppress(NotAdmittedError):
+                    await again(cluster).drop([cluster.members[1].name])
+                await trio.sleep(0.5)
+        await trio.sleep(20 * RESTART_DELAY_S_MIN)  # it joins again by then
+        assert leaving.was_dropped
         nursery.cancel_scope.cancel()
 
 
