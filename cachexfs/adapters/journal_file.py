@@ -18,7 +18,7 @@ from cachexfs.core.order import lands_at, lists_members
 from cachexfs.core.records import ROOT_FID, Dirent, Op, OpKind, dirent_key, generation_key, inode_key, times_key
 from cachexfs.core.records import encode as encode_record
 from cachexfs.core.replica import Change, Entry, Replica
-from cachexfs.errors import CannotTellError, UsageError
+from cachexfs.errors import CannotTellError, CorruptError, UsageError
 
 JOURNAL_NAME = "catalogue.journal"
 LOCK_NAME = "catalogue.lock"
@@ -64,11 +64,15 @@ def mend(directory: Path) -> tuple[int, int]:
 def count_pending(directory: Path) -> tuple[int, int]:
     """(changes of the PFS that wait, bytes of the files among them) in the staging of a mount without a daemon.
 
-    Reads what is whole of the journal, and changes nothing. Raises ``OSError`` where there is none (several nodes).
+    Changes nothing. Raises ``CorruptError`` where the journal is not whole to its end, or was not and has been mended:
+    what it has lost may be a change. Raises ``OSError`` where there is none (several nodes).
     """
     data = (directory / JOURNAL_NAME).read_bytes()
+    found = journal.scan(data)
+    if found.damage or found.good_length < max(len(data), journal.HEADER_BYTES) or (directory / MENDED_NAME).exists():
+        raise CorruptError(f"{directory / JOURNAL_NAME} is not whole: what waits is not known")
     view = Replica()
-    for _, payload in journal.whole_frames(data):
+    for payload in found.payloads:
         _apply_leniently(view, payload)
     waiting = [op for _, op, _ in view.ops()]
     return len(waiting), sum(op.size for op in waiting if op.kind == OpKind.PUT and not op.cancelled)

@@ -1,16 +1,19 @@
-"""A mount while the daemon of an earlier one, which umount(8) took away, still drains: the new one goes on with that.
+"""A mount where an earlier one has left data: the new one goes on with that, or is not made.
 
-Role: called by ``cachexfs mount`` before it starts anything. The earlier daemon is asked to end where it is; what it
-had not brought to the PFS stays in staging, which the new daemon adopts. No concurrency.
+Role: called by ``cachexfs mount`` before it starts anything. A daemon that still drains a mount which umount(8) took
+away is asked to end where it is; what it had not brought to the PFS stays in staging, which the new daemon adopts. No
+concurrency.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import time
 from contextlib import suppress
 
-from cachexfs.cli import client, mounts
+from cachexfs import staged, tmpfs
+from cachexfs.cli import client, mounts, waiting
 from cachexfs.cli.output import write_warning
 from cachexfs.cli.protocol import Unmounted
 from cachexfs.config import MountOptions
@@ -20,6 +23,31 @@ from cachexfs.tmpfs import is_in_use
 
 END_TIMEOUT_S = 30.0
 POLL_S = 0.05
+
+
+def check_left(options: MountOptions) -> None:
+    """Refuse to stage elsewhere than the last mount of this place did, where that has data which is not on the PFS:
+    nothing would go on with it, and nothing name it any more. Raises ``UsageError``."""
+    directory = tmpfs.staging_directory(options)
+    for waits in waiting.find(options.runtime_dir):
+        if waits.owner.mountpoint != options.mountpoint or _is_same(waits.directory, directory):
+            continue
+        left = waiting.look(waits)
+        if left.is_data:
+            command = staged.quoted(staged.mount_command(waits.owner))
+            raise UsageError(
+                f"the last mount at {options.mountpoint} has staged {left.amount} in {waits.directory} that is not on "
+                f"'{waits.owner.pfs}', and this one would stage in {directory}: go on with it (staging="
+                f"{waits.directory}: {command}) and 'cachexfs umount {options.mountpoint}' first, or use another mount "
+                "point"
+            )
+
+
+def _is_same(one: str, two: str) -> bool:
+    try:
+        return os.path.samefile(one, two)
+    except OSError:
+        return one == two
 
 
 def end_earlier(options: MountOptions) -> None:

@@ -22,7 +22,7 @@ import msgspec
 from cachexfs import staged, tmpfs
 from cachexfs.cli import mounts, waiting
 from cachexfs.cli.catalogue_check import without_majority
-from cachexfs.cli.earlier import end_earlier
+from cachexfs.cli.earlier import check_left, end_earlier
 from cachexfs.cli.identity import acting_as, default_runtime_dir_for, environment_for, give_directory, user_of
 from cachexfs.cli.mount_checks import (
     check_address,
@@ -100,6 +100,7 @@ def command(
         _give(options, user)
     if not check:
         _begin_anew(options)
+    check_left(options)
     adoption = Adoption(options, change=not check)
     clear_mountpoint(options.mountpoint, options.runtime_dir, not check, user, adoption.check)
     if not check:

@@ -39,8 +39,8 @@ class Waiting:
 
 @dataclass(frozen=True, slots=True)
 class Left:
-    """How much waits in one: ``pending`` is None when only other nodes, or its user, could tell. ``has_landed``: they
-    have told that all of it is on the PFS."""
+    """How much waits in one: ``pending`` is None when only other nodes, or its user, could tell, or its journal is not
+    whole. ``has_landed``: other nodes have told that all of it is on the PFS."""
 
     waits: Waiting
     staged_bytes: int
@@ -169,9 +169,12 @@ def _bytes_below(directory: str) -> int:
     return total
 
 
-def find() -> list[Waiting]:
-    """All that this user may see, by mount point. Other users' are left out, but by root, who mounts for them."""
-    entries = mounts.registry()
+def find(runtime_dir: str | None = None) -> list[Waiting]:
+    """All that this user may see, by mount point. Other users' are left out, but by root, who mounts for them.
+
+    ``runtime_dir``: a further place where mounts are registered.
+    """
+    entries = mounts.registry() + (mounts.registry(runtime_dir) if runtime_dir is not None else [])
     directories = {entry.staging: entry.owner for entry in entries if entry.staging}
     uid = os.geteuid()
     if not os.environ.get("CACHEXFS_RUNTIME_DIR"):

@@ -53,6 +53,22 @@ def test_status_says_what_waits_where_and_how_it_goes_on(staging: Path, tmp_path
     assert json.loads(run("status", "--json").out)["mounts"] == [found]
 
 
+def test_a_mount_that_would_stage_elsewhere_does_not_hide_it(
+    staging: Path, tmp_path: Path, runtime: Path, run: Run
+) -> None:
+    (tmp_path / "pfs").mkdir()
+    for words in ((), ("-o", f"staging={tmp_path}/other"), ("-o", f"node=n2,runtime_dir={runtime}")):
+        ran = run("mount", tmp_path / "pfs", tmp_path / "m", *words)
+        assert (ran.code, ran.err.count("\n")) == (2, 1)
+        assert f"staged 3.0 MiB in 1 change in {staging} that is not on '/pfs'" in ran.err
+        assert f"'cachexfs mount /pfs {tmp_path}/m -o node=n1,staging={staging}'" in ran.err
+    assert run("status").code == 3
+    (tmp_path / "n").mkdir()
+    assert run("mount", "--check", tmp_path / "pfs", tmp_path / "n").code == 0
+    (staging / journal_file.JOURNAL_NAME).write_bytes(journal.header())
+    assert run("mount", "--check", tmp_path / "pfs", tmp_path / "m").code == 0
+
+
 def test_what_only_other_nodes_could_tell_may_be_all_that_is_staged(staging: Path, run: Run) -> None:
     (staging / journal_file.JOURNAL_NAME).unlink()
     ran = run("status")
@@ -60,6 +76,21 @@ def test_what_only_other_nodes_could_tell_may_be_all_that_is_staged(staging: Pat
     assert "up to 5.0 MiB not on the PFS" in ran.out
     (staging / "files" / "1").unlink()
     assert "at most changes of names not on the PFS" in run("status").out
+
+
+@pytest.mark.parametrize("spoil", ["empty", "noise", "cut", "flipped", "mended"])
+def test_a_catalogue_that_is_not_whole_does_not_say_that_nothing_waits(staging: Path, run: Run, spoil: str) -> None:
+    path = staging / journal_file.JOURNAL_NAME
+    data = path.read_bytes()
+    if spoil == "mended":
+        path.write_bytes(journal.header())
+        (staging / journal_file.MENDED_NAME).touch()
+    else:
+        wrong = {"empty": b"", "noise": b"\7" * 2000, "cut": data[:-1], "flipped": data[:-1] + bytes([data[-1] ^ 1])}
+        path.write_bytes(wrong[spoil])
+    ran = run("status")
+    assert (ran.code, "up to 5.0 MiB not on the PFS" in ran.out) == (3, True)
+    assert json.loads(run("status", "--json").out)["mounts"][0]["pending_ops"] is None
 
 
 def test_what_is_all_on_the_pfs_is_no_error_and_takes_memory(staging: Path, run: Run) -> None:
