@@ -96,7 +96,7 @@ class Fills:
         stage = make_stage(fid, 0, self.node.random.getrandbits(32))
         fill = self._fills[key] = _Fill(stage, self.node.staging.create(stage))
         for old in list(self._fills):
-            if len(self._fills) > FILLS_MAX or self._is_past(old):
+            if old != key and (len(self._fills) > FILLS_MAX or self._is_past(old)):
                 self._drop(old)
         return fill
 

@@ -135,6 +135,19 @@ def test_an_open_old_file_stays_old_and_the_new_one_is_never_read_old(views: lis
         mapped.close()
 
 
+def test_a_large_old_file_is_read_or_stale_and_no_fault_of_the_daemon(views: list[Path], four: LocalCluster) -> None:
+    """Its first segment was given up by what had begun to bring it: KeyError, EIO, and ``status`` said "failed"."""
+    old = os.urandom(24 << 20)
+    (views[0] / "large").write_bytes(old)
+    with (views[1] / "large").open("rb", buffering=0) as handle:
+        (views[0] / "large").write_bytes(b"new")
+        try:
+            assert handle.read(1 << 20) == old[: 1 << 20]
+        except OSError as error:
+            assert error.errno == errno.ESTALE
+    assert four.status(1).failed is None
+
+
 def test_others_see_the_previous_generation_until_the_close(views: list[Path]) -> None:
     (views[0] / "f").write_bytes(b"previous")
     with (views[0] / "f").open("r+b", buffering=0) as file:

@@ -198,6 +198,7 @@ class Checkers:
         """Staging holds what is counted, to the page, and never more than its limit."""
         staging = life.staging
         passing = {vnode.stage for vnode in life.parts.files.passing.vnodes}  # what the kernel writes is counted soon
+        passing |= _fills(life)  # and what is being brought
         held = uncounted = 0
         files = os.path.dirname(staging.path("x"))
         for entry in os.scandir(files):
@@ -214,8 +215,9 @@ class Checkers:
 
     def nothing_left(self, life: Life, *, cut: bool) -> None:
         """At rest: no staged file without a use, no hidden file without one (``cut``: but those of a power cut)."""
+        fills = _fills(life)
         for stage in life.staging.stages():
-            if not life.parts.keeper.referenced(stage):
+            if stage not in fills and not life.parts.keeper.referenced(stage):
                 raise Violation(f"memory: {stage} is staged for nothing")
         # Parts and lone records that a killed child leaves go with the next attempt at their name, or stay.
         tmp = self.store.tmp.entries
@@ -327,3 +329,8 @@ def _without_name(directory: str, others: Collection[int]) -> int:
 
 def _brief(ino: Ino | None) -> str:
     return "nothing" if ino is None else f"{len(ino.data)} bytes {ino.data[:24]!r}"
+
+
+def _fills(life: Life) -> set[str]:
+    """Staged files of those who read large files last."""
+    return {fill.stage for fill in life.parts.reader.fills._fills.values()}

@@ -199,6 +199,7 @@ class Life:
                 if self.store is not None:
                     nursery.start_soon(self.catalogue.watch, LifeRecord(self.node.name, self.boot))
                 for task in (
+                    parts.reader.fills.run,
                     parts.replicator.run,
                     parts.drainer.run,
                     parts.claims.run,

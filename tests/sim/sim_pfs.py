@@ -505,6 +505,17 @@ class SimPfs:
             raise fail(CHANGED, path)
         return found.data[offset : offset + length]
 
+    async def fetch(
+        self, path: bytes, offset: int, length: int, target: str, deadline_s: float, expected: Landed | None = None
+    ) -> int:
+        """See ``Pfs``."""
+        data = await self.read(path, offset, length, deadline_s, expected)
+        fd = os.open(target, os.O_WRONLY)
+        try:
+            return os.pwrite(fd, data, offset)
+        finally:
+            os.close(fd)
+
     async def statvfs(self, deadline_s: float) -> tuple[int, int, int, int, int]:
         """See ``Pfs``."""
         await self._step("statvfs", lambda: None, deadline_s)
