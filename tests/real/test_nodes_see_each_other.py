@@ -142,9 +142,10 @@ def test_a_large_old_file_is_read_or_stale_and_no_fault_of_the_daemon(views: lis
     with (views[1] / "large").open("rb", buffering=0) as handle:
         (views[0] / "large").write_bytes(b"new")
         try:
-            assert handle.read(1 << 20) == old[: 1 << 20]
+            found: bytes | int | None = handle.read(1 << 20)
         except OSError as error:
-            assert error.errno == errno.ESTALE
+            found = error.errno
+    assert found in (old[: 1 << 20], errno.ESTALE)
     assert four.status(1).failed is None
 
 
