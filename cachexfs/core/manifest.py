@@ -49,11 +49,12 @@ LATER = b"later"
 
 class Member(msgspec.Struct, frozen=True, array_like=True):
     """A file at or below a commit file's directory when that was published: name relative to the directory, size in
-    bytes, xxh3_128 of it (empty: not known; or ``LATER``)."""
+    bytes, xxh3_128 of it (empty: not known, as just after a close; or ``LATER``), mtime in ns (0: not known)."""
 
     name: Annotated[bytes, msgspec.Meta(min_length=1, max_length=PATH_BYTES_MAX)]
     size: _Count
     digest: Annotated[bytes, msgspec.Meta(max_length=DIGEST_BYTES)]
+    mtime_ns: _Time = 0
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True, array_like=True):

@@ -104,7 +104,9 @@ class Manifests:
                 elif member is not None and entry.fid != fid:
                     is_later = view.published_at(entry.fid) >= published
                     if not is_later or is_stale:
-                        found.append(Member(prefix + child, member.size, LATER if is_later else member.digest))
+                        record = view.inode(entry.fid)
+                        digest, mtime_ns = LATER if is_later else member.digest, record.mtime_ns if record else 0
+                        found.append(Member(prefix + child, member.size, digest, mtime_ns))
             if len(found) + len(stack) > MEMBERS_MAX:
                 return ()
         return tuple(sorted(found, key=lambda member: member.name))

@@ -20,6 +20,8 @@ from cachexfs.adapters.pfs_dir import RootError
 from cachexfs.core import formats
 from cachexfs.core.commitfiles import is_commit_name, is_pointer_name, pointer_target
 from cachexfs.core.formats import FormatError, Members
+from cachexfs.core.landed import same_time
+from cachexfs.core.manifest import Member
 from cachexfs.errors import CacheXError, CannotTellError, CorruptError
 from cachexfs.recovery import held
 from cachexfs.recovery.choice import Candidate, Chosen
@@ -286,10 +288,7 @@ class Publisher:
             expected = commit.members
             for name in sorted(found.needs) if found is not None else ():
                 due = expected.get(name)
-                if due is None or not due.digest:
-                    continue
-                content = overlay.content(name)
-                if content is None or (content.size, content.digest) != (due.size, due.digest):
+                if due is not None and not overlay.is_as(name, due):
                     wrong.append(f"{shown(name)}: not the file that {shown(name_of(commit.path))} was saved with")
         return wrong
 
@@ -374,6 +373,19 @@ class Overlay:
             raise
         except OSError as error:
             raise CannotTellError(f"{shown(name)}: {error.strerror}") from None
+
+    def is_as(self, name: bytes, due: Member) -> bool:
+        """Whether a file is the one that a commit file was saved with. Where its digest was not known then, two saves
+        are told apart by the mtime."""
+        if due.digest:
+            content = self.content(name)
+            return content is not None and (content.size, content.digest) == (due.size, due.digest)
+        if name in self._over:
+            mtime_ns: int | None = self._over[name].record.mtime_ns
+        else:
+            row = self._target.lstat(_join(self._directory, name))
+            mtime_ns = row[9] if row is not None else None
+        return not due.mtime_ns or (mtime_ns is not None and same_time(mtime_ns, due.mtime_ns))
 
     def lost(self, pointer: Candidate) -> list[str]:
         """Files that lay below a pointer's target when it was saved, and are not there or shorter now."""

@@ -12,6 +12,7 @@ import os
 import random
 import struct
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -215,6 +216,31 @@ def test_any_order_any_loss_any_kill(tmp_path: Path, layout: Callable[[bytes], T
     else:
         assert judge() == ("A" if overwrites else None)
         assert "withheld" in last.values()
+
+
+@pytest.mark.parametrize("of", ["A", "B"])
+@pytest.mark.parametrize("where", ["pfs", "nvme"])
+def test_files_of_two_saves_are_told_apart_whose_digests_the_commit_file_did_not_know(
+    tmp_path: Path, where: str, of: str
+) -> None:
+    """As just after their closes: any of the right length were taken for them."""
+    pfs, nvme = tmp_path / "pfs", tmp_path / "nvme"
+    pfs.mkdir()
+    generations = {"A": huggingface(b"A"), "B": huggingface(b"B")}
+    write(pfs, generations[of] if where == "pfs" else {})
+    (pfs / "run/model.safetensors.index.json").unlink(missing_ok=True)
+    time_ns = {"A": 10**18, "B": 2 * 10**18}
+    for path in pfs.rglob("*.safetensors"):
+        os.utime(path, ns=(0, time_ns[of]))
+    held = candidates(pfs, nvme, generations["B"])
+    commit = next(c for c in held if c.path.endswith(b".index.json"))
+    members = tuple(Member(m.name, m.size, b"", time_ns["B"]) for m in commit.record.members or ())
+    commit = replace(commit, record=msgspec.structs.replace(commit.record, members=members))
+    others = [c for c in candidates(pfs, nvme, generations[of]) if c.path.endswith(b".safetensors")]
+    others = [replace(c, record=msgspec.structs.replace(c.record, mtime_ns=time_ns[of])) for c in others]
+    write(nvme, {"run/model.safetensors.index.json": generations["B"]["run/model.safetensors.index.json"]})
+    publish(Watched(pfs, lambda: claimed(pfs / "run", generations)), [commit, *(others if where == "nvme" else ())])
+    assert claimed(pfs / "run", generations) == ("B" if of == "B" else None)
 
 
 @pytest.mark.parametrize("step", ["hide", "land"])
