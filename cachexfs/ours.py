@@ -86,6 +86,11 @@ def remove_replicas(directory: Path) -> None:
     _remove_tree(directory)
 
 
+def is_of_nvme(name: str) -> bool:
+    """Whether a mount makes something of that name in a node's directory on NVMe."""
+    return name in _NVME_TREES or name == PFS_ID or _SPILL.fullmatch(name) is not None
+
+
 def remove_nvme(directory: Path) -> None:
     """The same of a node's directory on NVMe, ``<nvme>/<job>/<node>``."""
     for path in _below(directory):

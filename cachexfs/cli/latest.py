@@ -16,6 +16,7 @@ from cachexfs.cli.protocol import Latest
 from cachexfs.errors import EXIT_CANNOT_TELL, EXIT_DONE, EXIT_NO, CannotTellError
 
 BARE_TIMEOUT_S = 120.0
+STATE_DIR = ".cachexfs"  # in every PFS directory that a mount has used
 
 
 @click.command("latest")
@@ -59,16 +60,17 @@ def _bare(directory: str, below: int | None) -> Latest:
         if entry.mountpoint == directory or directory.startswith(entry.mountpoint.rstrip("/") + "/"):
             raise CannotTellError(f"{entry.mountpoint} was a mount and is not mounted now: mount it again first")
 
+    mountpoint = _was_mounted(directory)
+
     def read() -> Latest:
         from cachexfs.cli.bare import newest
 
+        if mountpoint and not os.path.exists(os.path.join(mountpoint, STATE_DIR, "id")):  # the PFS itself, by now
+            return Latest(None, False, f"{mountpoint} was a mount, and is not mounted now: mount it first")
         return newest(directory, below)
 
     try:
-        answer = run_in_child(read, BARE_TIMEOUT_S)
-        if answer.path is None and answer.certain and (mountpoint := _was_mounted(directory)):
-            return Latest(None, False, f"{mountpoint} was a mount, and is not mounted now: mount it first")
-        return answer
+        return run_in_child(read, BARE_TIMEOUT_S)
     except TimeoutError:
         raise CannotTellError(
             f"'{directory}' has not been read within {BARE_TIMEOUT_S:g} s: does the PFS hang?"
@@ -78,7 +80,8 @@ def _bare(directory: str, below: int | None) -> Latest:
 def _was_mounted(directory: str) -> str:
     """The mount point of an earlier mount that a directory lies in; "" for none.
 
-    An empty mount point is no evidence that there is no checkpoint. The options of a mount outlive it.
+    An empty mount point is no evidence that there is no checkpoint, and one with files has them on a local disk. The
+    options of a mount outlive it.
     """
     for place in mounts.runtime_dirs():
         for path in glob.glob(os.path.join(glob.escape(place), "*.options")):

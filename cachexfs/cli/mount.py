@@ -36,7 +36,7 @@ from cachexfs.cli.mount_checks import (
 from cachexfs.cli.mount_help import EPILOG
 from cachexfs.cli.options import load_options
 from cachexfs.cli.output import write_json, write_warning
-from cachexfs.cli.pfs_check import Adoption
+from cachexfs.cli.pfs_check import Adoption, check_no_mount
 from cachexfs.cli.seconds import Seconds
 from cachexfs.config import MountOptions, mount_id
 from cachexfs.errors import EXIT_CANNOT_TELL, EXIT_DONE, CacheXError, CannotTellError, UsageError
@@ -93,6 +93,7 @@ def command(
         name = mount_id(options.mountpoint, options.node) + ".log"
         options = msgspec.structs.replace(options, log_file=os.path.join(options.runtime_dir, name))
     check_machine(options)
+    check_no_mount(options.pfs)
     check_memory(options)
     options = choose_supervisor(options)
     user = user_of(options)

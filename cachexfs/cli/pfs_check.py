@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from cachexfs import mountinfo, staged, tmpfs
-from cachexfs.cli import waiting
+from cachexfs.cli import mounts, waiting
 from cachexfs.cli.child import run_in_child
 from cachexfs.cli.output import write_warning
 from cachexfs.config import PFS_ID, MountOptions
@@ -45,6 +45,18 @@ class Look:
     is_known: bool = False
     mountpoint: str = ""
     kind: str = ""
+
+
+def check_no_mount(pfs: str) -> None:
+    """Refuse a CacheX FS mount as the PFS of another: what is durable there is only on its way. Raises ``UsageError``.
+
+    The kernel tells; nothing in that mount is touched.
+    """
+    if (found := mounts.find(pfs)) is not None:
+        raise UsageError(
+            f"the PFS directory '{pfs}' lies in the CacheX FS mount {found.mount.mountpoint}: give the directory that "
+            f"that one has mounted, {os.path.normpath(os.path.join(found.mount.source, found.relative))}"
+        )
 
 
 def check_new(pfs: str, kind: str = "any") -> str:

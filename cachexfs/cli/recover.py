@@ -12,7 +12,7 @@ from collections import Counter
 import click
 import msgspec
 
-from cachexfs.cli import client, mounts, recovery_child
+from cachexfs.cli import client, mounts, recovery_child, waiting
 from cachexfs.cli.output import shown, table, write, write_error, write_json
 from cachexfs.cli.progress import bar
 from cachexfs.cli.protocol import Pong, Vouched
@@ -69,12 +69,13 @@ def command(
     if pfs_dir is not None and not list_only:
         _refuse_live(pfs_dir, job)
     request = Request(
-        nvme and os.path.abspath(nvme), pfs_dir and os.path.abspath(pfs_dir), list_only, verify, job, elsewhere, wait_s
-    )
+        nvme and os.path.abspath(nvme), pfs_dir and os.path.abspath(pfs_dir), list_only, verify, job, elsewhere, wait_s,
+        is_named=nvme_dir is not None,
+    )  # fmt: skip
     with bar("recovering", not as_json) as draw:
         answer = recovery_child.ask(request, draw)
     if answer.result is not None:
-        return _show_result(answer.result, as_json)
+        return _show_result(answer.result, _staged_for(pfs_dir, job), as_json)
     return _show_listing(answer.listing or Listing(), as_json)
 
 
@@ -86,6 +87,24 @@ def _refuse_live(pfs_dir: str, job: str | None) -> None:
                 f"job {entry.job} is alive: {entry.mountpoint} drains to {pfs_dir} by itself; 'cachexfs umount' waits "
                 "for it (another job's data: --job)"
             )
+
+
+def _staged_for(pfs_dir: str | None, job: str | None) -> list[waiting.Left]:
+    """What mounts of a node alone, without a daemon, have in memory for PFS_DIR: ``recover`` does not reach it.
+
+    Of several nodes, what was worth it has a replica, which it does reach.
+    """
+    found = []
+    for waits in waiting.find():
+        owner = waits.owner
+        same = (
+            owner.nvme_directory is None
+            and pfs_dir is not None
+            and os.path.realpath(owner.pfs) == os.path.realpath(pfs_dir)
+        )
+        if same and job in (None, owner.job) and (left := waiting.look(waits)).is_data:
+            found.append(left)
+    return found
 
 
 def _lives(entry: Entry) -> bool:
@@ -100,10 +119,11 @@ def _lives(entry: Entry) -> bool:
 
 
 # ---- showing
-def _show_result(result: Result, as_json: bool) -> int:
+def _show_result(result: Result, staged: list[waiting.Left], as_json: bool) -> int:
     left = result.left
     if as_json:
-        write_json({"files": msgspec.to_builtins(result.outcomes), "left": len(left)})
+        waits = [found.as_json() for found in staged]
+        write_json({"files": msgspec.to_builtins(result.outcomes), "left": len(left), "staged": waits})
     else:
         counts: Counter[str] = Counter(outcome.outcome for outcome in result.outcomes)
         done = counts["published"]
@@ -112,13 +132,19 @@ def _show_result(result: Result, as_json: bool) -> int:
             rows = [[o.path, _WORDS[o.outcome], f"{o.size:,}", o.origin, o.reason] for o in left]
             write("\n".join(table(["file", "outcome", "bytes", "written on", "why"], rows)))
         if not done and not left:
-            write(f"nothing to do: {counts['there']} files are on the PFS")
+            write(f"nothing to do: of what is on NVMe or under hidden names {counts['there']} files are on the PFS")
         else:
             write(", ".join(f"{counts[kind]} {word}" for kind, word in _WORDS.items() if counts[kind])
                   + (f"; {size:,} bytes published" if done else ""))  # fmt: skip
-    if left:
-        write_error(f"{len(left)} files are not on the PFS; docs/recovery.md says what to do about each reason")
-    return EXIT_NOT_DURABLE if left else EXIT_DONE
+    said = [f"{len(left)} files are not on the PFS; docs/recovery.md says what to do about each reason"] if left else []
+    said += [
+        f"{found.amount} staged in this node's memory for {found.waits.owner.mountpoint} is not on the PFS, and no "
+        f"daemon serves it: {found.sentence}"
+        for found in staged
+    ]
+    if said:
+        write_error("; ".join(said))
+    return EXIT_NOT_DURABLE if left or staged else EXIT_DONE
 
 
 def _show_listing(listing: Listing, as_json: bool) -> int:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from cachexfs import ours
 from cachexfs.adapters import replica_copy
 from cachexfs.adapters.replica_copy import Committed
 from cachexfs.adapters.replica_store import IDENTITY, LOCK, ReplicaStore
@@ -21,6 +22,7 @@ from cachexfs.errors import CannotTellError, CorruptError, UsageError
 
 REPLICAS = "replicas"
 DEPTH_MAX = 4
+DRAINED = "drained-"  # of the Slurm epilog: a job that has left nothing here
 PIECE_BYTES = 8 << 20
 
 Tell = Callable[[int], None]
@@ -46,6 +48,38 @@ def find(nvme: str, job: str | None) -> list[Store]:
     except OSError as error:
         raise CannotTellError(f"cannot read '{nvme}': {error.strerror}; is the disk mounted?") from None
     return [store for store in found if job is None or store.job == job]
+
+
+def check_is_nvme(nvme: str) -> None:
+    """Raise ``UsageError`` for a directory in which no mount has kept anything and others have, ``CannotTellError``."""
+    try:
+        is_empty = _is_empty(Path(nvme), DEPTH_MAX)
+        if is_empty or any(True for _ in _traces(Path(nvme), DEPTH_MAX)):
+            return
+    except OSError as error:
+        raise CannotTellError(f"cannot read '{nvme}': {error.strerror}; is the disk mounted?") from None
+    raise UsageError(
+        f"no mount has kept replicas in or below '{nvme}': give the directory that was nvme=DIR, or the job's in it"
+    )
+
+
+def _is_empty(directory: Path, depth: int) -> bool:
+    with os.scandir(directory) as entries:
+        below = [(entry.name, entry.is_dir(follow_symlinks=False)) for entry in entries]
+    if not depth or not all(is_directory for _, is_directory in below):
+        return not below
+    return all(_is_empty(directory / name, depth - 1) for name, _ in below)
+
+
+def _traces(directory: Path, depth: int) -> Iterator[str]:
+    """What a mount, or the Slurm epilog, leaves on NVMe also where it holds no replicas."""
+    with os.scandir(directory) as entries:
+        below = [(entry.name, entry.is_dir(follow_symlinks=False)) for entry in entries]
+    yield from (name for name, _ in below if ours.is_of_nvme(name) or name.startswith(DRAINED))
+    for name, is_directory in below if depth else ():
+        if is_directory:
+            with contextlib.suppress(PermissionError, FileNotFoundError):
+                yield from _traces(directory / name, depth - 1)
 
 
 def _stores(directory: Path, depth: int) -> Iterator[Path]:

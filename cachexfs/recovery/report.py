@@ -17,7 +17,10 @@ LEFT: frozenset[str] = frozenset({"withheld", "conflict", "damaged", "failed"})
 
 
 class Request(msgspec.Struct, frozen=True):
-    """What to do. Without ``to``, or with ``list_only``, nothing is changed anywhere."""
+    """What to do. Without ``to``, or with ``list_only``, nothing is changed anywhere.
+
+    ``is_named``: somebody has given ``nvme`` for this very request, and it is wrong if it is no such directory.
+    """
 
     nvme: str | None
     to: str | None
@@ -26,6 +29,7 @@ class Request(msgspec.Struct, frozen=True):
     job: str | None = None
     elsewhere: bool = False
     wait_s: float = 0.0
+    is_named: bool = False
     journal: str | None = None  # instead of all that: mend the catalogue in this staging directory
     pending: str | None = None  # or count what in this staging directory is not on the PFS
 

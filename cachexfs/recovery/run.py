@@ -74,6 +74,8 @@ def run(request: Request, say: Callable[[Line], None]) -> Line:
         return Line(done=True, pending=Pending(changes, size))
     progress = Progress(say)
     stores = held.find(request.nvme, request.job and safe_name(request.job)) if request.nvme is not None else []
+    if request.nvme is not None and request.is_named and not stores:
+        held.check_is_nvme(request.nvme)
     if request.list_only or request.to is None:
         return Line(done=True, listing=_list(request, stores, progress))
     with held.locked(stores):

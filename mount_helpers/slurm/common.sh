@@ -15,7 +15,8 @@ fill() { printf '%s' "$1" | sed "s/%u/$user/g; s/%j/$job/g"; }
 
 # Sets job, user, node, nodes, pfs, mountpoint, nvme, run_dir, secret. Returns 1 when the job is not ours, 2 when the settings are wrong.
 load() {
-  [ -r "$settings" ] || { say "no $settings: nothing to do"; return 1; }
+  [ -e "$settings" ] || [ -L "$settings" ] || { say "no $settings: nothing is mounted"; return 1; }
+  [ -f "$settings" ] && [ -r "$settings" ] || { say "cannot read $settings"; return 2; }
   # shellcheck disable=SC1090
   . "$settings"
   job=${SLURM_JOB_ID:-} user=${SLURM_JOB_USER:-} nodes=${SLURM_NODELIST:-${SLURM_JOB_NODELIST:-}} node=${SLURMD_NODENAME:-}

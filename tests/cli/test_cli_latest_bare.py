@@ -88,7 +88,7 @@ def test_no_is_certain_only_when_all_was_read(run_dir: Path, run: Run, monkeypat
     real = os.scandir
 
     def broken(path: bytes) -> object:
-        if path.rstrip(b"/").endswith(b"step-5"):
+        if os.fsencode(path).rstrip(b"/").endswith(b"step-5"):
             raise OSError(errno.EIO, "Input/output error")
         return real(path)
 
@@ -131,6 +131,16 @@ def test_an_empty_mount_point_that_was_unmounted_is_no_no(run_dir: Path, run: Ru
     ran = run("latest", empty)
     assert (ran.code, f"{empty} was a mount" in ran.err) == (4, True)
     assert run("latest", run_dir).code == 0
+
+
+def test_what_was_saved_into_the_bare_directory_of_a_mount_is_no_yes(run_dir: Path, run: Run, runtime: Path) -> None:
+    (runtime / "0123456789abcdef.options").write_text(json.dumps({"mountpoint": str(run_dir)}))
+    for arguments in ((), ("--at", "pfs")):
+        ran = run("latest", run_dir, *arguments)
+        assert (ran.code, ran.out, f"{run_dir} was a mount" in ran.err) == (4, "", True)
+    (run_dir / ".cachexfs").mkdir()
+    (run_dir / ".cachexfs" / "id").write_text("a" * 32)  # the PFS is mounted there now
+    assert run("latest", run_dir, "--at", "pfs").out == f"{run_dir}/step-11\n"
 
 
 def test_a_dead_mount_is_no_no(run_dir: Path, run: Run, kernel: Path) -> None:

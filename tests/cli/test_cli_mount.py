@@ -67,6 +67,16 @@ def test_a_wrong_local_directory(places: tuple[Path, Path], run: Run, tmp_path: 
     assert "is not a directory" in refused(run, pfs, mountpoint, "-o", f"nvme={tmp_path}/file")
 
 
+def test_a_mount_is_no_pfs_for_another(places: tuple[Path, Path], run: Run, kernel: Path, tmp_path: Path) -> None:
+    pfs, mountpoint = places
+    list_mount(kernel, pfs)  # of /pfs
+    (tmp_path / "link").symlink_to(pfs)
+    for words in ((), ("--check",)):
+        said = refused(run, *words, tmp_path / "link", mountpoint)
+        assert f"lies in the CacheX FS mount {pfs}: give the directory that that one has mounted, /pfs" in said
+    assert "has mounted, /pfs/a" in refused(run, pfs / "a", mountpoint)
+
+
 def test_a_pfs_that_hangs_does_not_hang_mount(
     places: tuple[Path, Path], run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:

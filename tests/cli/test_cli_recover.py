@@ -49,6 +49,26 @@ def test_nothing_held_is_done_and_no_directory_is_unknown(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("more", [[], ["--list"], ["--verify"], ["--to"]])
+def test_a_directory_in_which_no_mount_has_kept_anything_is_wrong(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, more: list[str]
+) -> None:
+    wrong, pfs = tmp_path / "wrong", tmp_path / "pfs"
+    (wrong / "deep").mkdir(parents=True)
+    (pfs / ".cachexfs").mkdir(parents=True)
+    (pfs / ".cachexfs" / "id").write_text("a" * 32)
+    more = [*more, str(pfs)] if more == ["--to"] else more
+    assert run(["recover", str(wrong), *more]) == EXIT_DONE  # empty: of a node that holds nothing
+    (wrong / "deep" / "theirs").touch()
+    assert run(["recover", str(wrong), *more]) == EXIT_USAGE
+    assert "no mount has kept replicas in or below" in capsys.readouterr().err
+    (wrong / "drained-7").touch()
+    assert run(["recover", str(wrong), *more]) == EXIT_DONE
+    (wrong / "drained-7").unlink()
+    monkeypatch.setenv("CACHEXFS_NVME", str(wrong))  # the site's, whatever this command is about
+    assert run(["recover", "--to", str(pfs)]) == EXIT_DONE
+
+
 def test_dead_needs_a_daemon_here(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["recover", "--dead", "n1"]) == EXIT_CANNOT_TELL
     assert "no daemon runs" in capsys.readouterr().err

@@ -69,6 +69,23 @@ def test_a_mount_that_would_stage_elsewhere_does_not_hide_it(
     assert run("mount", "--check", tmp_path / "pfs", tmp_path / "m").code == 0
 
 
+def test_recover_does_not_pass_over_it(staging: Path, tmp_path: Path, run: Run) -> None:
+    pfs = tmp_path / "pfs"
+    (pfs / ".cachexfs").mkdir(parents=True)
+    (pfs / ".cachexfs" / "id").write_text(IDENTITY)
+    assert run("recover", "--to", pfs).code == 0
+    owner = json.loads((staging / staged.NAME).read_text())
+    (staging / staged.NAME).write_text(json.dumps(owner | {"pfs": str(pfs)}))
+    ran = run("recover", "--to", pfs)
+    assert (ran.code, ran.err.count("\n")) == (3, 1)
+    assert "3.0 MiB in 1 change staged in this node's memory" in ran.err
+    assert f"'cachexfs mount {pfs} {tmp_path}/m -o node=n1,staging={staging}'" in ran.err
+    assert len(json.loads(run("recover", "--to", pfs, "--json").out)["staged"]) == 1
+    assert run("recover", "--to", pfs, "--job", "another").code == 0
+    (staging / journal_file.JOURNAL_NAME).write_bytes(journal.header())
+    assert run("recover", "--to", pfs).code == 0
+
+
 def test_what_only_other_nodes_could_tell_may_be_all_that_is_staged(staging: Path, run: Run) -> None:
     (staging / journal_file.JOURNAL_NAME).unlink()
     ran = run("status")

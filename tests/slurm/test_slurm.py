@@ -121,6 +121,25 @@ def cluster() -> Iterator[Cluster]:
         shutil.rmtree(found.root, ignore_errors=True)
 
 
+def test_settings_that_are_there_and_cannot_be_read_fail_the_prolog(tmp_path: Path) -> None:
+    """The job was started, and saved into a bare directory."""
+
+    def prolog(settings: Path) -> subprocess.CompletedProcess[str]:
+        environ = os.environ | {"CACHEXFS_SLURM_CONF": str(settings), "SLURM_JOB_ID": "7"}
+        return subprocess.run(
+            ["sh", HELPERS / "prolog.sh"], env=environ, capture_output=True, text=True, check=False, timeout=DEADLINE_S
+        )
+
+    settings = tmp_path / "slurm.conf"
+    ran = prolog(settings)
+    assert (ran.returncode, "nothing is mounted" in ran.stderr) == (0, True)
+    settings.symlink_to(tmp_path / "none")
+    assert (prolog(settings).returncode, "cannot read" in prolog(settings).stderr) == (1, True)
+    settings.unlink()
+    settings.mkdir()
+    assert prolog(settings).returncode == 1
+
+
 def test_a_job_finds_its_mount_and_leaves_its_files_on_the_pfs(cluster: Cluster) -> None:
     step = cluster.script(
         "step.sh",
