@@ -140,7 +140,8 @@ class Disks(Cluster):
 
     def _on_nvme(self, life: Life) -> list[tuple[str, str]]:
         """(stage, path) of what nobody writes to."""
-        assert life.store is not None
+        if life.store is None:
+            return []
         held = [(m.stage, c.path) for m in life.store.list() if m.size and (c := life.store.committed(m.stage))]
         staging = life.staging
         spilled = [(stage, staging.path(stage)) for stage in staging.stages() if staging.is_spilled(stage)]

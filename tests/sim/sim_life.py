@@ -133,6 +133,17 @@ class SimHeld(HeldReplicas):
             await super().drop(stage)
 
 
+def _opened(directory: str) -> ReplicaStore | None:
+    """As the daemon opens its replicas, or goes on without (``daemon.Daemon._start_replicas``)."""
+    try:
+        return ReplicaStore.open_blocking(directory)
+    except OSError:
+        try:
+            return ReplicaStore.inspect_blocking(directory)
+        except OSError:
+            return None
+
+
 @dataclass
 class Outcome:
     """How an operation ended: a value, an errno, or with the death of its daemon."""
@@ -175,8 +186,9 @@ class Life:
         self.node.random = rng
         self.store: ReplicaStore | None = None
         if options.nvme_directory is not None and peers is not None:
-            self.store = ReplicaStore.open_blocking(os.path.join(options.nvme_directory, "replicas"))
-            self.node.replicas, self.node.peers = SimHeld(self, self.store), peers(options.node)
+            self.store = _opened(os.path.join(options.nvme_directory, "replicas"))
+            self.node.replicas = SimHeld(self, self.store) if self.store is not None else None
+            self.node.peers = peers(options.node)
         self.boot = f"{self.mount}.{rng.getrandbits(32):x}"
         self.dead = False
         self.nursery: trio.Nursery | None = None
