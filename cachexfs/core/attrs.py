@@ -37,6 +37,7 @@ def changed(
         gid=inode.gid if gid is None else gid,
         atime_ns=inode.atime_ns if atime_ns is None else atime_ns,
         mtime_ns=inode.mtime_ns if mtime_ns is None else mtime_ns,
+        dated=inode.dated or mtime_ns is not None,
         ctime_ns=ctx.now_ns,
     )
 

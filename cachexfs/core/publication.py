@@ -90,6 +90,7 @@ def publish(tx: Tx, ctx: Ctx, fid: int, base_gen: int, content: Content) -> Gene
         route=content.route,
         stale=False,
         mixed=False,
+        dated=inode.dated and content.mtime_ns == inode.mtime_ns,
     )
     tx.put(inode_key(fid), new)
     generation = Generation(

@@ -108,6 +108,7 @@ class Inode(Record, frozen=True, tag="i"):
         False  # a commit file that lists its members: one of them has been replaced or removed since it was written
     )
     mixed: bool = False  # a stale commit file: so has one that had been written after it already
+    dated: bool = False  # somebody has set its mtime, and no write has moved that since
 
 
 class Generation(Record, frozen=True, tag="g"):

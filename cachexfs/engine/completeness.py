@@ -262,8 +262,11 @@ class Completeness:
 
 
 def _is_dated_back(inode: Inode) -> bool:
-    """Whether an mtime is older than the publication, by either clock: a later chmod or rename moves only ctime."""
-    return inode.mtime_ns <= min(inode.ctime_ns, int(inode.t_returned_s * 1e9)) - DATED_BACK_NS
+    """Whether an mtime was set, to before the publication by either clock: a later chmod or rename moves only ctime.
+
+    One that a write has left may be older, too: what comes between it and the close, an fsync say, may take long.
+    """
+    return inode.dated and inode.mtime_ns <= min(inode.ctime_ns, int(inode.t_returned_s * 1e9)) - DATED_BACK_NS
 
 
 def _step(path: bytes) -> int:

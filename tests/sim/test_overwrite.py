@@ -345,6 +345,23 @@ async def test_a_commit_file_does_not_come_back_beside_a_member_that_was_overwri
 
 
 @scene()
+async def test_nor_if_its_close_came_long_after_its_last_write(scene: Scene) -> None:
+    """As after an fsync that takes long: it passed for dated back itself."""
+    await scene.mkdir(b"s")
+    await scene.write(b"s/m", b"one")
+    handle = await scene.create(b"s/.metadata.tmp", commit_file(1, {b"m": b"one"}))
+    await trio.sleep(10)
+    await scene.close(handle)
+    await scene.rename(b"s/.metadata.tmp", b"s/.metadata")
+    await scene.drained()
+    assert await _restartable(scene) == "pfs"
+    await _overwrite(scene, b"s/m", b"two")
+    await scene.fs.setattr(await scene.ino(b"s/m"), None, mtime_ns=10**9)
+    await trio.sleep(60)
+    assert await _restartable(scene) == "no"
+
+
+@scene()
 async def test_a_file_of_another_save_that_is_brought_over_a_copy_is_no_part_of_it(scene: Scene) -> None:
     """All members were newer than the commit file already, and all were dated back."""
     await _old(scene)
