@@ -6,6 +6,7 @@ Role: part of the control server: turns what the engine knows into words, each w
 from __future__ import annotations
 
 import os
+import shlex
 
 import trio
 
@@ -57,7 +58,7 @@ def explain(
         if parts.node.replica_count and parts.node.boundary(child, record) in (Boundary.RETURNED, Boundary.LOST):
             pieces.append(_unreplicated(parts, where, record))
         if record.error and where not in shown and record.kind == "f" and not parts.node.on_pfs(child, record):
-            pieces.append(_piece(where, record.origin, "pfs", record.error, _mend(record.error)))
+            pieces.append(_piece(where, record.origin, "pfs", record.error, _mend(parts, where, record)))
     stage, restartable = attributes.get("stage", "pfs"), attributes.get("restartable")
     health = pfs_health(parts.node)
     if health.away and not shown:
@@ -107,7 +108,11 @@ def fix_of(piece: Piece) -> str:
     return "if its save has ended, save the checkpoint again or remove it"
 
 
-def _mend(error: str) -> str:
+def _mend(parts: Parts, where: str, record: Inode) -> str:
+    error = record.error
+    if record.pfs is not None and record.pfs.missing and not parts.node.live_copies(record):
+        command = ["cachexfs", "status", os.path.join(parts.node.options.mountpoint, where), "--refresh", "--forget"]
+        return f"bring it back there; if it is gone for good, '{shlex.join(command)}' forgets its name"
     if "taken off the PFS" in error:
         return "save the checkpoint again or remove it; 'cachexfs umount' names it until then"
     return "mend what the error says; it is tried again"

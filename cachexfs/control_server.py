@@ -34,12 +34,14 @@ from cachexfs.engine.parts import Parts
 from cachexfs.engine.refresh import Refresher
 from cachexfs.errors import (
     EXIT_CANNOT_TELL,
+    EXIT_NOT_DURABLE,
     EXIT_TIMEOUT,
     EXIT_USAGE,
     CacheXError,
     CannotTellError,
     CatalogueUnavailableError,
     FsError,
+    quoted,
 )
 
 log = logging.getLogger(__name__)
@@ -48,6 +50,7 @@ REQUEST_BYTES_MAX = 64 << 10
 HEARTBEAT_S = 2.0  # a client takes 10 s of silence for a daemon that hangs
 PATIENCE_S = 2.0  # for a commit file that is being read
 LATEST_PATIENCE_S = 240.0
+LOST_S = 10.0  # a node that is only late with its daemon brings back what is lost without it
 T = TypeVar("T")
 AT = {"returned": Boundary.RETURNED, "partner": Boundary.PARTNER, "pfs": Boundary.PFS}
 
@@ -93,6 +96,9 @@ class ControlServer:
                 with trio.fail_after(5):
                     request = await self._request(stream)
                 await self._answer(request, send)
+            except CatalogueUnavailableError as error:
+                way = f"; without a node that is dead for good: {self.node.vouch_command}" if self.vouch else ""
+                await self._fail(send, f"{error}{way}", error.exit_code)
             except CacheXError as error:
                 await self._fail(send, str(error), error.exit_code)
             except (trio.BrokenResourceError, trio.ClosedResourceError, trio.TooSlowError):
@@ -299,7 +305,7 @@ class ControlServer:
             return
         timeout = request.get("timeout_s")
         path = str(request.get("path") or "")
-        reason = ""
+        reason, lost_since_s = "", 0.0
         patience = trio.move_on_after(float("inf") if timeout is None else float(timeout))
         with self.node.foreground.awaited(), patience:
             while True:
@@ -307,6 +313,11 @@ class ControlServer:
                 reached, reason, progress = await self._reached(path, at)
                 if reached:
                     await send({"done": True, "reached": True, "reason": "", "exit": 0})
+                    return
+                lost = self._lost(path)
+                lost_since_s = (lost_since_s or began_s) if lost else 0.0
+                if lost and began_s - lost_since_s >= LOST_S:
+                    await send({"done": True, "reached": False, "reason": lost, "exit": EXIT_NOT_DURABLE})
                     return
                 await send({"progress": progress})
                 await pause(began_s)
@@ -333,6 +344,21 @@ class ControlServer:
         done = checkpoint.restartable is not None and checkpoint.restartable >= at
         now = "no" if checkpoint.restartable is None else checkpoint.restartable.label
         return done, f"it is restartable at '{now}'", progress
+
+    def _lost(self, path: str) -> str:
+        """Why more waiting for a path, which was looked at a moment ago, does not help: the first file that no node and
+        not the PFS has; "" for none. Who cannot tell which nodes live cannot tell that."""
+        fid, view = ROOT_FID, self.node.catalogue.view
+        for part in os.fsencode(path).split(b"/"):
+            entry = view.lookup(fid, part) if part not in (b"", b".") else None
+            fid = entry.fid if entry is not None else fid
+        inode = view.inode(fid)
+        if inode is None or self.node.is_cut_off:
+            return ""
+        files = self.completeness.walk(fid) if inode.kind == "d" else [(os.fsencode(path), fid, inode)]
+        lost = (name for name, f, i in files if i.kind == "f" and self.parts.attributes.stage(f, i) == Boundary.LOST)
+        name = next(lost, None)
+        return "" if name is None else f"{quoted(name)} is lost: {control_explain.BRING_BACK}"
 
     # ---- latest
     async def _latest(self, request: Answer, send: Send) -> None:

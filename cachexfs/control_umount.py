@@ -54,6 +54,8 @@ class Unmount:
         failed = await self.parts.files.publish_all()
         ending.is_published = not failed and not self.node.orphans()
         left: list[Answer] = [{"path": "", "reason": text} for text in failed]
+        if left and self.node.is_cut_off:
+            left.append({"path": "", "reason": self.node.cut_off_words()})
         if orphans := self.node.orphans():
             left.append({"path": "", "reason": orphans})
         deadline_s = trio.current_time() + (float("inf") if timeout is None else float(timeout))

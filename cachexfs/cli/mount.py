@@ -301,7 +301,8 @@ def _await_ready(
         if not ready:
             why = without_majority(options)
             waits_s = time.monotonic() - began_s
-            raise CannotTellError(f"the mount has not answered for {waits_s:.0f} s{': ' + why if why else ''}{log}")
+            again = "" if why else ": mount again with a longer --timeout, or see the log"
+            raise CannotTellError(f"the mount has not answered for {waits_s:.0f} s{': ' + why if why else again}{log}")
         part = os.read(reader, 1 << 16)
         if not part:
             break

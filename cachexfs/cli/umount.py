@@ -9,6 +9,7 @@ from contextlib import suppress
 
 import click
 
+from cachexfs import staged
 from cachexfs.cli import client, mounts, waiting
 from cachexfs.cli.mount_checks import detach
 from cachexfs.cli.output import shown, write_error, write_json, write_warning
@@ -88,10 +89,18 @@ def command(mountpoint: str, timeout_s: float | None, abandon: bool, as_json: bo
         return EXIT_DONE
     changes = f"{len(left)} {'change is' if len(left) == 1 else 'changes are'} not on the PFS"
     write_error(
-        f"unmounted, and {changes}: {what_is_left(answer.left)}{f'; {still}' if still else ''}. What is left stays "
-        f"recoverable: mount again with the same options ('cachexfs status' says with which)"
+        f"unmounted, and {changes}: {what_is_left(answer.left)}{f'; {still}' if still else ''}. {_stays(entry)}: mount "
+        "again with the same options ('cachexfs status' says with which)"
     )
     return EXIT_NOT_DURABLE
+
+
+def _stays(entry: Entry) -> str:
+    """Where what is left lies, and how safe that is."""
+    owner = staged.read(entry.staging) if entry.staging else None
+    if owner is not None and owner.nvme_directory is None:
+        return f"What is left is in this node's memory only ({entry.staging}), and a reboot loses it"
+    return "What is left stays recoverable"
 
 
 def what_is_left(left: Sequence[Left]) -> str:

@@ -80,16 +80,23 @@ class Node:
     # ---- what went wrong
     def known_errors(self) -> list[str]:
         """What is wrong with this node as a whole, for ``status``."""
-        return [*self.errors.values(), *filter(None, [self.orphans(), self._cut_off_words()])]
+        return [*self.errors.values(), *filter(None, [self.orphans(), self.cut_off_words()])]
 
-    def _cut_off_words(self) -> str:
+    def cut_off_words(self) -> str:
+        """That the catalogue has no majority, and what helps; "" when it has one."""
         if not self.is_cut_off:
             return ""
         return (
             f"no majority of the catalogue has answered for {self.catalogue.outage_s:.0f} s: who else lives is unknown"
             ", so nothing counts as 'partner'; reads go on with what was last known, changes fail. It ends by itself "
-            "when enough nodes are back; without one that is dead for good: cachexfs recover --dead NODE"
+            f"when enough nodes are back; without one that is dead for good: {self.vouch_command}"
         )
+
+    @property
+    def vouch_command(self) -> str:
+        """What confirms that the other nodes are dead; with the name where there is one other."""
+        others = [address.name for address in self.options.nodes if address.name != self.name]
+        return f"'cachexfs recover --dead {others[0] if len(others) == 1 else 'NODE'}'"
 
     # ---- mutations
     def ctx(self) -> Ctx:

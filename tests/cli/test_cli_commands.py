@@ -6,9 +6,11 @@ import sys
 import time
 from pathlib import Path
 
+import msgspec
 import pytest
 from cli_support import FakeDaemon, Run, list_mount
 
+from cachexfs import staged
 from cachexfs.cli import client, mounts, progress, restart, umount, wait
 from cachexfs.cli import status as status_module
 from cachexfs.errors import UsageError
@@ -400,6 +402,21 @@ def test_umount_says_each_reason_once_and_what_to_do_last(
     assert (ran.code, ran.err.count("hung")) == (3, 1)
     assert f"{away}: run/0, run/1, run/2, run/3, run/4 and 25 more; damaged. What is left stays" in ran.err
     assert ran.err.rstrip().endswith("mount again with the same options ('cachexfs status' says with which)")
+
+
+def test_umount_of_a_node_alone_says_that_a_reboot_loses_what_is_left(
+    daemon: FakeDaemon, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(umount, "_await_gone", lambda *_: "")
+    staging = tmp_path / "staging"
+    staging.mkdir()
+    daemon.register(1, staging=str(staging))
+    daemon.answers["umount"] = [{"done": True, "left": [{"path": "a", "reason": "full"}]}]
+    for nvme_directory in (None, f"{tmp_path}/nvme/j/n1"):
+        owner = staged.Owner("/pfs", str(daemon.mountpoint), "n1", "j", nvme_directory=nvme_directory)
+        (staging / staged.NAME).write_text(json.dumps(msgspec.to_builtins(owner)))
+        said = run("umount", daemon.mountpoint).err
+        assert (f"memory only ({staging}), and a reboot loses it" in said) == (nvme_directory is None)
 
 
 @pytest.mark.parametrize("name", ["python", "python3"])

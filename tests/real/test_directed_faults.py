@@ -203,6 +203,11 @@ def test_what_was_read_and_is_gone_from_the_pfs_is_not_claimed(make_cluster: Mak
     assert xattr(mount / "step-2", "restartable") == "no"
     assert cluster.run(0, "latest", str(mount)).out == f"{mount}/step-1\n"
     assert cluster.run(0, "status", str(mount)).code == 3
+    explained = cluster.run(0, "explain", str(mount / "step-2" / shard)).out
+    assert f"'cachexfs status {mount}/step-2/{shard} --refresh --forget' forgets its name" in explained
+    for path in (mount / "step-2" / shard, mount / "step-2"):  # waited until its time was over
+        waited = cluster.run(0, "wait", str(path), "--at", "pfs", "--timeout", "100")
+        assert (waited.code, "is lost" in waited.err) == (3, True)
     (cluster.pfs / "aside").rename(cluster.pfs / "step-2" / shard)
     assert cluster.run(0, "status", "--refresh", str(mount)).code == 0
     assert templates[0].same_as(mount / "step-2") == []

@@ -112,6 +112,16 @@ def test_one_node_alone_has_nothing_to_come_back_from(
     assert files(ended) == {}
 
 
+def test_an_umount_without_a_majority_says_how_to_go_on(make_cluster: Callable[..., LocalCluster]) -> None:
+    """Only ``status`` did."""
+    cluster = make_cluster(2, OPTIONS | {"fsync_timeout": "4"})
+    cluster.kill(1)
+    cluster.wipe(1)
+    ended = cluster.run(0, "umount", str(cluster.nodes[0].mountpoint), "--timeout", "60")
+    assert ended.code in (EXIT_CANNOT_TELL, EXIT_NOT_DURABLE)
+    assert "'cachexfs recover --dead n1'" in ended.err
+
+
 @pytest.mark.parametrize("nodes", [2, 3])
 def test_a_survivor_goes_on_once_somebody_vouches_for_all_others(
     make_cluster: Callable[..., LocalCluster], nodes: int
