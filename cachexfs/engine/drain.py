@@ -263,6 +263,8 @@ class Drainer:
             return
         if self.files.busy(op.fid):
             return  # its last close brings it back: see ``released``
+        if op.ready and not state.ready and not self.ready.has_source(op):
+            state.ready = True  # by the node that had it in between; if it is not there landing finds out, and says so
         if not state.ready and self.puts.is_gone(key, op):
             await self.puts.tear(key, op)
             return

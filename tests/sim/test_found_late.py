@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 
+import msgspec
 import trio
 from sim_check import Checkers, Saves, commit_file
 from test_found import NAMES, Scene, scene
@@ -220,4 +221,29 @@ async def test_what_an_fsync_still_copies_when_it_lands_does_not_stay(scene: Sce
     await scene.life.parts.drainer.ready.prepare(op, inode, content.tree)
     await trio.sleep(1)
     assert scene.left() == []
+    assert scene.on_pfs(b"f") == b"bytes"
+
+
+@scene(fsync="returned")
+async def test_what_another_node_has_made_ready_lands_though_this_one_had_begun_with_it_before(scene: Scene) -> None:
+    """A node was lost, came back, and was lost again: who took over twice knew its own state of the first time."""
+    await scene.write(b"before", b"")
+    await scene.drained()
+    fail = [True]
+
+    def before(step: str) -> None:
+        if step == "land" and fail[0]:
+            raise OSError(errno.EIO, "not yet")
+
+    scene.before = before
+    await scene.write(b"f", b"bytes")
+    await trio.sleep(1)
+    drainer, catalogue = scene.life.parts.drainer, scene.life.node.catalogue
+    ((key, op),) = [(key, op) for key, op in drainer.own_pending() if op.kind == OpKind.PUT]
+    assert scene.left() != []
+    drainer._turns.state(key, ready=False).ready = False
+    await catalogue.mutate(lambda tx: tx.put(key, msgspec.structs.replace(op, ready=True)))
+    scene.life.staging.remove(op.stage)  # this node is not the one that has the bytes
+    fail[0] = False
+    await scene.drained()
     assert scene.on_pfs(b"f") == b"bytes"
