@@ -237,11 +237,11 @@ class Staging:
         self._allocated[stage] = allocated_bytes
 
     def reserve(self, stage: str, length: int) -> None:
-        """A new staged file is to grow by ``length`` bytes, which takes a while: nobody else gets that room. Until it
-        gets another key, or is removed."""
+        """A staged file is to grow by ``length`` bytes from now on, which takes a while: nobody else gets that room.
+        Until it gets another key, or is removed."""
         if stage in self._allocated:
+            self.used_bytes += length - self.reserved.get(stage, 0)
             self.reserved[stage] = length
-            self.used_bytes += length
 
     def recount(self, stage: str, fd: int) -> None:
         """Note the room of an open staged file after it changed."""

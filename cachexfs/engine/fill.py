@@ -51,7 +51,6 @@ class Fills:
         self._fills: OrderedDict[Key, _Fill] = OrderedDict()
         self._seen: OrderedDict[Key, int] = OrderedDict()  # the segment that was read last
         self._nursery: trio.Nursery | None = None
-        self._in_flight_bytes = 0
 
     async def run(self) -> None:
         """Copy what readers are about to ask for, until cancelled."""
@@ -108,11 +107,11 @@ class Fills:
         """Have a segment copied; False when there is no room for it."""
         if segment in fill.present or segment in fill.copying:
             return True
-        if not self.give_up(SEGMENT_BYTES + self._in_flight_bytes):
+        if not self.give_up(SEGMENT_BYTES):
             return False
         assert self._nursery is not None
         fill.copying[segment] = trio.Event()
-        self._in_flight_bytes += SEGMENT_BYTES
+        self._reserve(fill)
         self._nursery.start_soon(self._bring, fill, fid, content, segment)
         return True
 
@@ -128,9 +127,13 @@ class Fills:
             log.debug("a segment of %x at %d: %s", fid, offset, error)  # the reader finds out by itself, and says so
         finally:
             fill.used -= 1
-            self._in_flight_bytes -= SEGMENT_BYTES
             self.node.staging.recount(fill.stage, fill.fd)
             fill.copying.pop(segment).set()
+            self._reserve(fill)
+
+    def _reserve(self, fill: _Fill) -> None:
+        """Nobody else gets the room of what is on its way."""
+        self.node.staging.reserve(fill.stage, SEGMENT_BYTES * len(fill.copying))
 
     def bytes(self) -> int:
         """Staging that could be had by dropping fills."""

@@ -63,6 +63,23 @@ def test_the_page_cache_of_a_reader_gets_spare_memory_too_in_small_pieces(memory
     assert staging.spare_bytes == held_bytes(memory) == 0
 
 
+def test_room_that_is_reserved_anew_counts_once(memory: Path) -> None:
+    """Segments of one file that come side by side: what is on its way changes with each."""
+    staging = opened(memory)
+    fd = staging.create("1.0.a")
+    staging.reserve("1.0.a", 4 * MIB)
+    staging.reserve("1.0.a", 6 * MIB)
+    assert staging.used_bytes == 6 * MIB
+    os.pwrite(fd, b"a" * (2 * MIB), 0)
+    staging.recount("1.0.a", fd)
+    assert staging.used_bytes == 6 * MIB
+    staging.reserve("1.0.a", 2 * MIB)
+    assert staging.used_bytes == 4 * MIB
+    staging.remove("1.0.a")
+    assert staging.used_bytes == 0
+    os.close(fd)
+
+
 def test_what_somebody_has_open_is_kept_once_nobody_has(memory: Path) -> None:
     """A copy to the PFS that has just begun must not cost the next file its memory."""
     staging = opened(memory)
