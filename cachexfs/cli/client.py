@@ -81,7 +81,7 @@ def _lines(connection: socket.socket, entry: Entry, silence_s: float) -> Iterato
         try:
             data = connection.recv(1 << 16)
         except TimeoutError:
-            raise _silent(entry, f"has not answered for {silence_s:g} s") from None
+            raise _silent(entry, f"has not answered for {round(silence_s, 1):g} s") from None
         except OSError:
             raise _ended(entry) from None
         if not data:

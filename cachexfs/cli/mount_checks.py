@@ -141,6 +141,7 @@ def clear_mountpoint(
     """
     mount = next((m for m in mounts.read_mountinfo()[0] if m.mountpoint == mountpoint), None)
     if mount is not None and not change:
+        write_warning(f"something is mounted at {mountpoint} already: if it answers, a mount is refused")
         return
     if mount is not None:
         with acting_as(user):
@@ -210,7 +211,7 @@ def check_directories(options: MountOptions, adoption: Adoption, change: bool) -
     Returns warnings for who mounts.
     """
     check_places(options)
-    warnings = [warning_of(options)] if not is_in_use(options) else []
+    warnings = [warning_of(options), _without_partner(options)] if not is_in_use(options) else []
     if not options.offline and not is_in_use(options):
         warnings.append(check_new(options.pfs, options.pfs_type))
         check_nvme(options)
@@ -225,6 +226,16 @@ def check_directories(options: MountOptions, adoption: Adoption, change: bool) -
     if change:
         make_runtime_dir(options.runtime_dir)
     return [warning for warning in warnings if warning]
+
+
+def _without_partner(options: MountOptions) -> str:
+    """What was given for a partner, to a mount that has none; "" for nothing."""
+    given = [word for word in options.words if word == "fsync=partner" or word.startswith("replicas=")]
+    if not given or not options.alone:
+        return ""
+    return f"{', '.join(given)} without nodes=: this node is alone and has no partner" + (
+        ", so fsync waits for the PFS" if options.fsync == "partner" else ""
+    )
 
 
 def _is_given(options: MountOptions) -> bool:

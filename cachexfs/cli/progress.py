@@ -63,8 +63,9 @@ def lines(show: bool = True, *, at_once: bool = True) -> Iterator[Callable[[str]
 
 
 def pace(report: Progress) -> str:
-    """`` at 50.0 MiB/s, about 1 m 58 s left``; empty when nothing moves."""
-    if not report.rate_bytes_s:
+    """`` at 50.0 MiB/s, about 1 m 58 s left``; empty when nothing moves, or only names are left to be changed."""
+    left_bytes = report.bytes_total - report.bytes_done if report.bytes_total else report.bytes_left
+    if not report.rate_bytes_s or left_bytes <= 0:
         return ""
     left = f", about {format_duration(report.left_s)} left" if report.left_s is not None else ""
     return f" at {format_rate(report.rate_bytes_s)}{left}"

@@ -355,7 +355,7 @@ def _checkpoint_lines(checkpoints: tuple[Checkpoint, ...]) -> list[str]:
             _clock(point.t_returned),
             _clock(point.t_partner),
             _clock(point.t_pfs),
-            ",".join(point.holders) or "-",
+            ",".join(point.holders) or ("pfs" if point.stage == "pfs" else "-"),
         )
         for point in checkpoints
     ]
@@ -387,5 +387,10 @@ def _file_lines(file: FileState) -> list[str]:
 
 
 def _clock(moment: str | None) -> str:
-    """HH:MM:SS.mmm of an RFC 3339 time (UTC)."""
-    return moment.partition("T")[2][:12].rstrip("Z") if moment else "-"
+    """HH:MM:SS.mmm of an RFC 3339 time (UTC); of another day than today, YYYY-MM-DD HH:MM:SS."""
+    if not moment:
+        return "-"
+    day, _, clock = moment.partition("T")
+    if day == time.strftime("%Y-%m-%d", time.gmtime()):
+        return clock[:12].rstrip("Z")
+    return f"{day} {clock[:8]}"

@@ -168,6 +168,8 @@ def _pending(entry: Entry, report: Progress) -> str:
         return f"{begin} all of this node is on the PFS; it serves the other nodes until they are done"
     first = next((f", '{name}' first" for name in report.files if name), "")
     changes = f"{report.ops_left} change{'' if report.ops_left == 1 else 's'}"
+    if not report.bytes_left:
+        return f"{begin} {changes} of names still to be made on {entry.pfs}{first}"
     return (
         f"{begin} {format_size(report.bytes_left)} in {changes} still to be copied to {entry.pfs}{pace(report)}{first}"
     )

@@ -143,7 +143,7 @@ class Attributes:
             found = (max(copying_s, usual[0] if others else 0.0), max(COPY_SLOWER * copying_s, usual[1]))
         if found is None:
             return "unknown"
-        return " ".join(f"{name}={max(s, ETA_S_MIN):.3g}" for name, s in zip(("p50", "p95"), found, strict=True))
+        return " ".join(f"{name}={_seconds(max(s, ETA_S_MIN))}" for name, s in zip(("p50", "p95"), found, strict=True))
 
     async def _directory(self, fid: int) -> dict[str, str]:
         weakest, pending, error, last_s, copying_s = Boundary.PFS, 0, "", 0.0, list[float]()
@@ -201,3 +201,9 @@ class Attributes:
 def _missing(piece: Piece) -> str:
     why = f"{piece.node}: {piece.reason}" if piece.node else piece.reason
     return f"{piece.name.decode(errors='backslashreplace')} ({why})"
+
+
+def _seconds(value_s: float) -> str:
+    """Three digits, without an exponent: ``2510000``, ``12.3``."""
+    rounded_s = float(f"{value_s:.3g}")
+    return f"{rounded_s:.0f}" if rounded_s >= 1000 else f"{rounded_s:g}"

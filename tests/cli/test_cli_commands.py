@@ -13,7 +13,8 @@ from cli_support import FakeDaemon, Run, list_mount
 from cachexfs import staged
 from cachexfs.cli import client, mounts, progress, restart, umount, wait
 from cachexfs.cli import status as status_module
-from cachexfs.errors import UsageError
+from cachexfs.cli.protocol import Pong, Progress
+from cachexfs.errors import CannotTellError, UsageError
 
 STATUS: dict[str, object] = {
     "done": True,
@@ -80,7 +81,7 @@ def test_status_of_a_mount(daemon: FakeDaemon, run: Run) -> None:
         "run/step-10",
         "dcp",
         "partner",
-        "03:04:05.123",
+        "2026-01-02 03:04:05 ",
         "5.0 MiB in 3 changes",
         "2 of 2 live",
         "__3_0.distcp",
@@ -498,3 +499,22 @@ def test_status_leaves_out_other_users_mounts(
     assert (ran.code, "is another user's: ask as that user, or as root" in ran.err) == (4, True)
     monkeypatch.setattr(os, "geteuid", lambda: 0)
     assert "no daemon of" in run("status").err  # root is told of all
+
+
+def test_what_status_and_progress_say_is_readable(
+    daemon: FakeDaemon, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    point = {**STATUS["checkpoints"][0], "holders": [], "stage": "pfs", "t_pfs": "2026-01-03T03:04:05.123456Z"}
+    daemon.answers["status"] = [{**STATUS, "checkpoints": [point]}]
+    monkeypatch.setattr(status_module.time, "gmtime", lambda: time.struct_time((2026, 1, 3, 4, 0, 0, 5, 3, 0)))
+    words = run("status").out
+    assert ("2026-01-02 03:04:05  " in words, "2026-01-03" in words, " 03:04:05.123" in words) == (True, False, True)
+    assert next(text for text in words.splitlines() if "run/step-10" in text).rstrip().endswith("  pfs")
+    (entry,) = mounts.registry()
+    names = Progress(bytes_left=0, ops_left=2, rate_bytes_s=2, left_s=0.0)
+    assert umount._pending(entry, names).endswith(": 2 changes of names still to be made on /pfs")
+    assert progress.pace(Progress(bytes_done=5, bytes_total=5, rate_bytes_s=2, left_s=0.0)) == ""
+    assert progress.pace(Progress(bytes_left=4, rate_bytes_s=2, left_s=2.0)) == " at 2 B/s, about 2.0 s left"
+    daemon.answers["ping"] = []
+    with pytest.raises(CannotTellError, match=r"has not answered for 0\.1 s"):
+        client.ask(entry, {"op": "ping"}, Pong, silence_s=0.10004)

@@ -77,6 +77,13 @@ def test_a_mount_is_no_pfs_for_another(places: tuple[Path, Path], run: Run, kern
     assert "has mounted, /pfs/a" in refused(run, pfs / "a", mountpoint)
 
 
+@pytest.mark.parametrize("word", ["fsync=partner", "replicas=2"])
+def test_what_is_for_a_partner_is_told_to_who_has_none(places: tuple[Path, Path], run: Run, word: str) -> None:
+    ran = run("mount", "--check", *places, "-o", word)
+    assert (ran.code, f"{word} without nodes=: this node is alone" in ran.err) == (0, True)
+    assert "without nodes=" not in run("mount", "--check", *places).err
+
+
 def test_a_pfs_that_hangs_does_not_hang_mount(
     places: tuple[Path, Path], run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -124,7 +131,8 @@ def test_what_is_mounted_already_is_not_mounted_again(daemon: FakeDaemon, run: R
     (tmp_path / "pfs").mkdir()
     daemon.answers["ping"] = [{"done": True, "node": "n1", "pid": 1}]
     assert "mounted already" in refused(run, tmp_path / "pfs", daemon.mountpoint)
-    assert run("mount", "--check", tmp_path / "pfs", daemon.mountpoint).code == 0  # as mount -f wants it
+    ran = run("mount", "--check", tmp_path / "pfs", daemon.mountpoint)
+    assert (ran.code, f"mounted at {daemon.mountpoint} already" in ran.err) == (0, True)  # 0 as mount -f wants it
 
 
 def test_a_dead_mount_is_replaced(

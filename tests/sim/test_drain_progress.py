@@ -11,6 +11,7 @@ from test_found import Scene, scene
 from cachexfs.control_progress import of_drain, of_files
 from cachexfs.control_server import ControlServer, Facts
 from cachexfs.core.boundary import Boundary
+from cachexfs.engine import attributes
 from cachexfs.engine.drain_progress import WINDOW_S, Throughput
 
 MIB = 1 << 20
@@ -117,3 +118,9 @@ async def test_what_is_written_anew_while_it_is_copied_is_copied_to_its_end(scen
     await scene.drained()
     assert scene.on_pfs(b"f") == b"y" + b"x" * (SIZE - 1)
     assert len(seen) * 4096 > SIZE + SIZE // 2  # the rest of the first, and the second
+
+
+def test_seconds_have_no_exponent() -> None:
+    assert [attributes._seconds(value_s) for value_s in (2_514_000.0, 999.6, 12.345, 0.01)] == [
+        "2510000", "1000", "12.3", "0.01",
+    ]  # fmt: skip
