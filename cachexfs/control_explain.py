@@ -19,7 +19,7 @@ from cachexfs.core.routes import DIRECT
 from cachexfs.engine.candidates import Candidate
 from cachexfs.engine.commit_files import UNREADABLE, UNREADABLE_NOW
 from cachexfs.engine.completeness import Checkpoint, Completeness, Piece
-from cachexfs.engine.drain import LANDS_BY_ITSELF
+from cachexfs.engine.drain_reasons import LANDS_BY_ITSELF, why_pending
 from cachexfs.engine.health import pfs_health
 from cachexfs.engine.parts import Parts
 
@@ -32,7 +32,7 @@ KINDS = {"f": "file", "d": "directory", "l": "symbolic link"}
 
 def reason_of(parts: Parts, key: bytes, op: Op) -> str:
     """Why a change of the PFS has not landed: ``put: No space left on device; next try in 2 s``."""
-    return f"{op.kind}: " + parts.drainer.reason(key).removeprefix(f"drain: {op.kind}: ")
+    return f"{op.kind}: " + why_pending(parts.drainer, key).removeprefix(f"drain: {op.kind}: ")
 
 
 def words_of(piece: Piece) -> str:

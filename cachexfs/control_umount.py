@@ -18,8 +18,8 @@ from cachexfs.control_progress import of_drain
 from cachexfs.core.boundary import Boundary
 from cachexfs.core.records import ROOT_FID, Op, OpKind
 from cachexfs.ending import Ending
-from cachexfs.engine.drain import LANDS_BY_ITSELF, UNKNOWN
 from cachexfs.engine.drain_progress import IS_BEING_COPIED
+from cachexfs.engine.drain_reasons import LANDS_BY_ITSELF, UNKNOWN
 from cachexfs.engine.parts import Parts
 
 STALLED_S = 60.0

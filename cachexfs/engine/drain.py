@@ -29,7 +29,7 @@ from cachexfs.engine.content import Reader
 from cachexfs.engine.drain_errors import Attempts, DrainErrors, Progress
 from cachexfs.engine.drain_files import DrainFiles
 from cachexfs.engine.drain_names import DrainNames
-from cachexfs.engine.drain_open import OPEN, StayOpen
+from cachexfs.engine.drain_open import StayOpen
 from cachexfs.engine.drain_puts import Puts
 from cachexfs.engine.files import Files
 from cachexfs.engine.health import pfs_health
@@ -37,12 +37,10 @@ from cachexfs.engine.node import Node
 from cachexfs.engine.owners import FENCE_S, Owners, check_reach
 from cachexfs.engine.turns import CHANGES_MAX, Lane, OldestFirst, State, Turns
 from cachexfs.engine.vnode import Vnode
-from cachexfs.errors import CacheXError, NotDurableError, quoted
+from cachexfs.errors import CacheXError, NotDurableError
 
 log = logging.getLogger(__name__)
 
-UNKNOWN = "the PFS has not said yet what it has: the journal was damaged, and some of it may be forgotten"
-LANDS_BY_ITSELF = "it lands by itself once that answers"
 STOP_BYTES_MIN = 4 << 20  # left to copy; stopping ends a child process, and less is copied in the time of the next one
 
 
@@ -451,32 +449,3 @@ class Drainer:
     def pending_bytes(self) -> int:
         """Bytes of the job that are not on the PFS yet."""
         return sum(op.size for _, op, _ in self.node.catalogue.view.ops() if op.kind == OpKind.PUT and not op.cancelled)
-
-    def reason(self, key: bytes) -> str:
-        """Why an operation has not landed, in words."""
-        op = self.node.catalogue.view.op(key)
-        if op is not None and op.kind == OpKind.PUT and not op.ready and self.puts.lost(op):
-            return "is lost: no copy of its bytes is left"
-        if key in self.progress.errors:
-            return self.progress.errors[key]
-        if self.is_paused:
-            return UNKNOWN
-        blocker = self.waits.blocker(key)
-        waits = self.node.catalogue.view.op(blocker) if blocker is not None else None
-        if op is not None and self.waits.is_held(key):
-            ready = "is ready under a hidden name and " if op.kind == OpKind.PUT and op.ready else ""
-            return f"{ready}waits for a new commit file: the checkpoint that is whole on the PFS stays until then"
-        if op is not None and op.kind == OpKind.PUT and self.files.busy(op.fid):
-            return "waits until the writer that has the file open closes it"
-        health = pfs_health(self.node)
-        if health.away or key in self.progress.held_up:
-            return f"{health.words if health.away else 'the PFS did not answer'}; {LANDS_BY_ITSELF}"
-        if op is not None and op.parked and op.parked != OPEN:
-            return f"was refused repeatedly ({op.parked}) and is tried again slowly (node {op.owner})"
-        if waits is not None:
-            return f"waits for the {waits.kind} of {quoted(waits.path)} (node {waits.owner}), which must land first"
-        if op is not None and not self.node.live(op.owner):
-            fence_s = self.owners.fence_s(op)
-            late = f" in {fence_s:.0f} s, when no call that it had begun can land late any more" if fence_s else ""
-            return f"its node {op.owner} is lost; a survivor takes over{late}"
-        return self.ready.copies.words(op.hidden) if op is not None and op.kind == OpKind.PUT else "is under way"

@@ -24,6 +24,7 @@ from cachexfs.core.records import Inode, OpKind
 from cachexfs.core.routes import PARTNER
 from cachexfs.engine.attributes import PREFIX
 from cachexfs.engine.drain_left import is_awaited, names_awaited
+from cachexfs.engine.drain_reasons import why_pending
 from cachexfs.engine.names import Names
 from cachexfs.engine.stat import Attr
 from cachexfs.engine.vnode import WRITABLE, Handle, Vnode, keep_last, keep_time
@@ -267,7 +268,7 @@ class Filesystem(Names):
     def _held_back(self, vnode: Vnode) -> str:
         """Why a published content has not reached the PFS."""
         puts = [key for key, op in self.node.catalogue.view.ops_of(vnode.fid) if op.kind == OpKind.PUT]
-        return self.parts.drainer.reason(puts[-1]) if puts else ""
+        return why_pending(self.parts.drainer, puts[-1]) if puts else ""
 
     async def _fsync_once(self, vnode: Vnode, wanted: str) -> None:
         if wanted == "pfs":

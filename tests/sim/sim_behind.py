@@ -19,6 +19,7 @@ from sim_work import Worker
 
 from cachexfs.core.order import ancestors, covers, paths_of
 from cachexfs.core.records import ROOT_FID
+from cachexfs.engine.drain_reasons import why_pending
 from cachexfs.engine.pfs_interface import PfsAttrs
 from cachexfs.errors import FsError
 
@@ -139,7 +140,7 @@ class Behind(Run):
 
         def others() -> list[tuple[str, bytes, str]]:
             return [
-                (op.kind, op.path, drainer.reason(key))
+                (op.kind, op.path, why_pending(drainer, key))
                 for key, op in drainer.in_progress()
                 if not any(self.is_touched(path) for path in [*paths_of(op), op.below or op.path])
             ]

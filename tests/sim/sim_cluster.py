@@ -28,6 +28,7 @@ from cachexfs.core.boundary import Boundary
 from cachexfs.core.records import Generation, OpKind, life_key
 from cachexfs.core.routes import DIRECT, PARTNER
 from cachexfs.core.transaction import Tx
+from cachexfs.engine.drain_reasons import why_pending
 
 REST_S = 1500.0
 CALM_EVERY_S = 600.0
@@ -341,7 +342,7 @@ class Cluster:
         if scope.cancelled_caught:
             why = {op.owner: self.life_of(op.owner) for _, op, _ in self.log.state.ops()}
             left = [
-                (op.kind, op.path, op.owner, life.parts.drainer.reason(key))
+                (op.kind, op.path, op.owner, why_pending(life.parts.drainer, key))
                 for key, op, _ in self.log.state.ops()
                 if (life := why[op.owner]) is not None
             ]

@@ -26,6 +26,7 @@ from cachexfs.core.journal import HEADER_BYTES, MAGIC, VERSION, Mutation
 from cachexfs.core.records import Generation
 from cachexfs.core.replica import Change, Replica
 from cachexfs.core.stages import parse_stage
+from cachexfs.engine.drain_reasons import why_pending
 from cachexfs.errors import CorruptError, UsageError
 
 REST_S = 1500.0
@@ -76,7 +77,9 @@ class Journal(Run):
             while not life.parts.drainer.is_idle() or life.pfs.busy():  # noqa: ASYNC110
                 await trio.sleep(1)
         if scope.cancelled_caught:
-            left = [(op.kind, op.path, life.parts.drainer.reason(k)) for k, op in life.parts.drainer.in_progress()]
+            left = [
+                (op.kind, op.path, why_pending(life.parts.drainer, k)) for k, op in life.parts.drainer.in_progress()
+            ]
             raise Violation(f"liveness: not on the PFS after {REST_S:.0f} s: {left[:5]}")
         await trio.sleep(60)
         await self.checkers.claims(life)

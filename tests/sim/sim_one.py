@@ -21,6 +21,7 @@ from sim_work import Worker
 
 from cachexfs.config import MountOptions
 from cachexfs.core.records import OpKind
+from cachexfs.engine.drain_reasons import why_pending
 
 REST_S = 1500.0  # by then everything must be on a PFS that works again
 MIB = 1 << 20
@@ -212,7 +213,9 @@ class Run:
             while busy():  # noqa: ASYNC110
                 await trio.sleep(1)
         if scope.cancelled_caught:
-            left = [(op.kind, op.path, life.parts.drainer.reason(key)) for key, op in life.parts.drainer.own_pending()]
+            left = [
+                (op.kind, op.path, why_pending(life.parts.drainer, key)) for key, op in life.parts.drainer.own_pending()
+            ]
             raise Violation(f"liveness: not on the PFS after {REST_S:.0f} s: {left[:5]}")
 
     async def _end(self, clients: list[Worker]) -> None:

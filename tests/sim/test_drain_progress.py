@@ -13,6 +13,7 @@ from cachexfs.control_server import ControlServer, Facts
 from cachexfs.core.boundary import Boundary
 from cachexfs.engine import attributes
 from cachexfs.engine.drain_progress import WINDOW_S, Throughput
+from cachexfs.engine.drain_reasons import why_pending
 
 MIB = 1 << 20
 SIZE = 8 * MIB  # some 7 s in the simulation, 4 KiB after 4 KiB
@@ -41,7 +42,7 @@ async def test_a_copy_that_is_under_way_says_how_far_it_is_and_what_it_still_tak
     assert facts["pending_bytes"] == SIZE
     assert facts["drain_bytes_s"] == progress["rate_bytes_s"] > 0
     key = next(key for key, op in parts.node.catalogue.view.ops_of(ino) if op.kind == "put")
-    assert "MiB of 8.0 MiB are there" in parts.drainer.reason(key)
+    assert "MiB of 8.0 MiB are there" in why_pending(parts.drainer, key)
     etas = [dict(part.split("=") for part in (await parts.attributes.of(i))["eta.pfs"].split())
             for i in (ino, await scene.ino(b"d"))]  # fmt: skip
     began_s = trio.current_time()

@@ -14,7 +14,7 @@ from test_found import NAMES, Scene, _overwrite, scene
 from cachexfs.core.records import Generation, Op, OpKind, decode, generation_key, inode_key, op_key
 from cachexfs.core.replica import Change, Replica
 from cachexfs.core.transaction import Tx
-from cachexfs.engine.drain import UNKNOWN
+from cachexfs.engine.drain_reasons import UNKNOWN, why_pending
 from cachexfs.engine.turns import State
 
 TRIES_MAX = 30  # to carry out a change or two
@@ -153,7 +153,7 @@ async def test_nothing_lands_before_the_pfs_has_said_what_it_has(scene: Scene) -
     await scene.write(b"b", b"more")
     await trio.sleep(60)
     ((key, _),) = [row for row in drainer.own_pending() if row[1].kind == OpKind.PUT]
-    assert drainer.reason(key) == UNKNOWN
+    assert why_pending(drainer, key) == UNKNOWN
     scene.faults.away = False
     await scene.drained()
     assert scene.on_pfs(b"b") == b"more"

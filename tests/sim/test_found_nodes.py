@@ -20,6 +20,7 @@ from sim_run import inline_threads
 
 from cachexfs.core.changes import NewAttrs
 from cachexfs.core.records import ROOT_FID, OpKind
+from cachexfs.engine.drain_reasons import why_pending
 from cachexfs.engine.filesystem import Filesystem
 from cachexfs.engine.owners import FENCE_S
 
@@ -457,7 +458,7 @@ def test_a_call_that_hangs_on_a_node_which_was_cut_off_hits_nothing_newer(*, kin
         await trio.sleep(15)  # its lease has ended
         await pair.write(1, ROOT_FID, b"a", b"new")
         waits = survivor.parts.drainer
-        assert any("late" in waits.reason(key) for key, op in waits.own_pending() if op.kind == kind)
+        assert any("late" in why_pending(waits, key) for key, op in waits.own_pending() if op.kind == kind)
         await trio.sleep(200)
         assert pair.log.state.op_count == 0
         found = {name: ino.data for name, ino in pair.store.root.entries.items() if ino.kind == "f"}

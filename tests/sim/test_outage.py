@@ -11,7 +11,7 @@ import trio
 from test_found import Scene, scene
 
 from cachexfs.core.records import Op
-from cachexfs.engine.drain import LANDS_BY_ITSELF
+from cachexfs.engine.drain_reasons import LANDS_BY_ITSELF, why_pending
 from cachexfs.engine.health import HUNG_S, SLOW_S, pfs_health
 from cachexfs.engine.outrun import IN_A_ROW
 from cachexfs.errors import CatalogueUnavailableError, FsError
@@ -43,7 +43,7 @@ def test_an_outage_is_one_error_and_its_files_are_counted(caplog: pytest.LogCapt
         assert drainer.held_up() == pending > FILES
         assert f"{pending} changes wait" in drainer.errors.outage(drainer.held_up())
         assert [inode.error for _, inode in view.inodes() if inode.error] == []
-        assert all(LANDS_BY_ITSELF in drainer.reason(key) for key, op, _ in view.ops() if op.kind == "put")
+        assert all(LANDS_BY_ITSELF in why_pending(drainer, key) for key, op, _ in view.ops() if op.kind == "put")
         attributes = await scene.life.parts.attributes.of(await scene.ino(b"d/7"))
         assert "the PFS is hung since" in attributes["error"]
         scene.faults.away = False

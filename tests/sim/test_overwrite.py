@@ -11,6 +11,7 @@ import trio
 from sim_check import commit_file
 from test_found import Scene, _overwrite, die_at, scene
 
+from cachexfs.engine.drain_reasons import why_pending
 from cachexfs.engine.turns import CHANGES_MAX
 
 OLD, NEW = {b"m": b"one", b"n": b"1"}, {b"m": b"two", b"n": b"2"}
@@ -55,7 +56,7 @@ async def test_overwritten_members_stay_hidden_until_a_commit_file_comes(scene: 
     drainer = scene.life.parts.drainer
     assert [op.path for _, op in drainer.own_pending() if op.kind == "put"] == [b"s/m"]
     assert drainer.is_idle()
-    assert all("new commit file" in drainer.reason(key) for key, op in drainer.own_pending() if op.kind == "put")
+    assert all("new commit file" in why_pending(drainer, key) for key, op in drainer.own_pending() if op.kind == "put")
     await _save(scene, NEW, 2)
     await scene.drained()
     assert _seen(scene) == NEW_SEEN

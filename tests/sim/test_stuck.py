@@ -13,6 +13,7 @@ from sim_store import Ino
 from test_found import Scene, scene
 
 from cachexfs.core.records import ROOT_FID
+from cachexfs.engine.drain_reasons import why_pending
 from cachexfs.engine.pfs_interface import PfsAttrs
 from cachexfs.errors import FsError
 
@@ -64,7 +65,7 @@ async def test_no_commit_file_lands_over_a_lost_member(scene: Scene) -> None:
     assert scene.on_pfs(b"latest") is None  # it would lead to half a checkpoint
     assert scene.store.find(b"old") is None  # what has nothing to do with it goes on
     drainer = scene.life.parts.drainer
-    assert "lost" in "".join(drainer.reason(key) for key, op in drainer.own_pending() if op.path == b"s/m")
+    assert "lost" in "".join(why_pending(drainer, key) for key, op in drainer.own_pending() if op.path == b"s/m")
 
 
 @scene()
