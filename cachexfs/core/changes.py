@@ -144,7 +144,8 @@ def has_own_place(tx: Tx, fid: int) -> bool:
     inode = tx.inode(fid)
     if inode is None or inode.kind != "f" or (inode.pfs is not None and not covers_another(inode)):
         return may_be_on_pfs(tx, fid)
-    return any(op.kind == OpKind.PUT for _, op in tx.latest_ops_of(fid))
+    kinds = (OpKind.PUT, OpKind.RENAME, OpKind.LINK)  # the last two are issued for what has a place only
+    return any(op.kind in kinds for _, op in tx.latest_ops_of(fid))
 
 
 def is_clustered(tx: Tx) -> bool:
