@@ -10,8 +10,9 @@ import msgspec
 import pytest
 from cli_support import FakeDaemon, Run, list_mount
 
-from cachexfs.cli import identity, mount_checks, pfs_check
+from cachexfs.cli import identity, mount, mount_checks, pfs_check
 from cachexfs.cli.main import COMMANDS
+from cachexfs.cli.options import load_options
 from cachexfs.config import MountOptions
 from cachexfs.errors import CannotTellError, UsageError
 
@@ -77,6 +78,17 @@ def test_a_mount_is_no_pfs_for_another(places: tuple[Path, Path], run: Run, kern
     assert "has mounted, /pfs/a" in refused(run, pfs / "a", mountpoint)
 
 
+def test_a_mount_that_is_late_says_what_to_do(places: tuple[Path, Path]) -> None:
+    options = load_options(str(places[0]), str(places[1]), [], None, {})
+    reader, writer = os.pipe()
+    with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as daemon:  # it never says a word
+        with pytest.raises(CannotTellError, match="mount again with a longer --timeout"):
+            mount._await_ready(daemon, b"", reader, 0.01, options, None)
+        daemon.kill()
+    os.close(reader)
+    os.close(writer)
+
+
 @pytest.mark.parametrize("word", ["fsync=partner", "replicas=2"])
 def test_what_is_for_a_partner_is_told_to_who_has_none(places: tuple[Path, Path], run: Run, word: str) -> None:
     ran = run("mount", "--check", *places, "-o", word)
@@ -113,8 +125,6 @@ def test_more_memory_than_there_is(
 
 
 def test_a_user_without_fusermount_or_permission(monkeypatch: pytest.MonkeyPatch, places: tuple[Path, Path]) -> None:
-    from cachexfs.cli.options import load_options
-
     options = load_options(str(places[0]), str(places[1]), ["allow_other"], None, {})
     monkeypatch.setattr(mount_checks, "FUSE_DEVICE", os.devnull)
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
