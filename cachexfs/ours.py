@@ -17,11 +17,11 @@ from cachexfs.config import PFS_ID
 
 log = logging.getLogger(__name__)
 
-#: What says that a directory is staging: made by every daemon, or with the first sight of the PFS directory.
-MARKS = ("store", "lock")
+#: What says that a directory is staging: every daemon makes all of them (a replica store has two, too).
+MARKS = ("files", "store", "lock")
 _FILES = frozenset(
     (
-        *MARKS, PFS_ID, staged.NAME, "mount.new", "mount-id", "ended", "catalogue.journal", "catalogue.new",
+        "store", "lock", PFS_ID, staged.NAME, "mount.new", "mount-id", "ended", "catalogue.journal", "catalogue.new",
         "catalogue.journal.damaged", "catalogue.lock", "catalogue.mended",
     )
 )  # fmt: skip
@@ -42,8 +42,10 @@ def stranger_in(directory: str) -> str:
         names = sorted(os.listdir(directory))
     except FileNotFoundError:
         return ""
-    if all(name in names for name in MARKS) or PFS_ID in names or staged.read(directory) is not None:
+    if all(name in names for name in MARKS) or staged.read(directory) is not None:
         return ""
+    if PFS_ID in names:  # a node's directory on NVMe has it, too
+        return next((name for name in names if name not in _FILES | _FLAT | _TLS), "")
     return next((name for name in names if not _is_of_a_start(directory, name)), "")
 
 

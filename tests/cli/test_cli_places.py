@@ -70,7 +70,7 @@ def test_staging_that_holds_the_pfs_the_mount_point_or_nvme(places: Places) -> N
 def test_staging_that_others_use(places: Places, shm: Path) -> None:
     (shm / "precious").touch()
     said = places.refuses(f"staging={shm}")
-    assert "it holds 'precious', and none of what a mount has in its staging (store, lock)" in said
+    assert "it holds 'precious', and none of what a mount has in its staging (files, store, lock)" in said
     assert "give an empty directory" in said
     (shm / "precious").rename(shm / "lock")
     assert places.check(f"staging={shm}").code == 0  # what a daemon leaves that is killed while it starts
@@ -79,6 +79,14 @@ def test_staging_that_others_use(places: Places, shm: Path) -> None:
     assert "it holds 'files'" in places.refuses(f"staging={shm}")
     (shm / "store").touch()
     assert places.check(f"staging={shm}").code == 0
+
+
+def test_what_a_node_has_on_nvme_is_no_staging(places: Places, shm: Path) -> None:
+    for path in ("pfs-id", "ended", "tls/key", "replicas/store", "replicas/lock", "replicas/1.data"):
+        (shm / path).parent.mkdir(exist_ok=True)
+        (shm / path).write_text("x")
+    assert "it holds 'replicas'" in places.refuses(f"staging={shm}")
+    assert "it holds '1.data'" in places.refuses(f"staging={shm}/replicas")
 
 
 def test_staging_on_a_disk_is_a_warning(places: Places, shm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
