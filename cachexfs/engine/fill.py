@@ -39,6 +39,7 @@ class _Fill:
     fd: int
     present: set[int] = field(default_factory=set)
     copying: dict[int, trio.Event] = field(default_factory=dict)
+    begun: dict[int, int] = field(default_factory=dict)  # segments, present or not, and their bytes
     used: int = 0  # readers between two awaits
 
 
@@ -111,6 +112,7 @@ class Fills:
             return False
         assert self._nursery is not None
         fill.copying[segment] = trio.Event()
+        fill.begun[segment] = min(SEGMENT_BYTES, content.size - segment * SEGMENT_BYTES)
         self._reserve(fill)
         self._nursery.start_soon(self._bring, fill, fid, content, segment)
         return True
@@ -127,13 +129,14 @@ class Fills:
             log.debug("a segment of %x at %d: %s", fid, offset, error)  # the reader finds out by itself, and says so
         finally:
             fill.used -= 1
-            self.node.staging.recount(fill.stage, fill.fd)
             fill.copying.pop(segment).set()
             self._reserve(fill)
 
     def _reserve(self, fill: _Fill) -> None:
-        """Nobody else gets the room of what is on its way."""
-        self.node.staging.reserve(fill.stage, SEGMENT_BYTES * len(fill.copying))
+        """Nobody else gets the room of what is on its way: of what is not there yet, of several segments at a time."""
+        self.node.staging.recount(fill.stage, fill.fd)
+        left = sum(fill.begun.values()) - os.fstat(fill.fd).st_blocks * 512
+        self.node.staging.reserve(fill.stage, max(0, left) if fill.copying else 0)
 
     def bytes(self) -> int:
         """Staging that could be had by dropping fills."""

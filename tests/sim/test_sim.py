@@ -151,7 +151,7 @@ def test_a_last_checkpoint_that_goes_too_early_is_noticed(monkeypatch: pytest.Mo
 #: Scenario -> its seeds in the suite, and what these are to have seen at least once: else they show nothing.
 KINDS = {
     "disks": (
-        range(12),
+        range(12, 24),
         {"a power cut", "a replica", "changed", "cut", "unreadable", "a write is refused", "a sync is refused"},
     ),
     "journal": (range(14), {"tail", "middle", "zeros", "version", "contents in staging"}),
