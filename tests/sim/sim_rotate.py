@@ -225,12 +225,15 @@ class Rotate(Steps):
         return "outrun" in life.node.errors or any(covers(base, path) for path in lost)
 
     def _whole_in_mount(self, base: bytes) -> list[bytes]:
-        """Checkpoints of an application that are whole in the catalogue, of whose bytes a live node has each."""
+        """Checkpoints of an application that are whole in the catalogue, of whose bytes a live node has each.
+
+        One that is made in another directory counts from its renaming on: before, nobody knows that it is the next.
+        """
         state, found = self.log.state, []
         commits = {xxhash.xxh3_128_digest(commit): members for commit, members in self.saves.made.items()}
         above = state.find(ROOT_FID, base)
         for name, entry in state.children(above).items() if above is not None else ():
-            files = state.children(entry.fid) if entry.kind == "d" else {}
+            files = state.children(entry.fid) if entry.kind == "d" and name.startswith(b"step-") else {}
             commit = state.generation(files[COMMIT].fid) if COMMIT in files else None
             members = commits.get(commit.digest) if commit is not None else None
             if members is None or not self._is_somewhere(files[COMMIT].fid):
