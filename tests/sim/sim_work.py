@@ -100,7 +100,7 @@ class Worker(Client):
         if rng.random() < 0.2:
             await self.fsync(life, of, path)
         if rng.random() < 0.1:  # a duplicate is closed
-            await self.step(self.tree, lambda fs: fs.flush(of.handle), life=life)
+            await self.step(self.tree, lambda fs: fs.flush(of.handle), *self.no_room(), life=life)
             if rng.random() < 0.5:
                 await self.fsync(life, of, path)
         await self.close(life, of)
