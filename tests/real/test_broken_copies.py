@@ -65,6 +65,7 @@ def test_staged_bytes_that_went_bad_while_the_daemon_was_dead_do_not_reach_the_p
     mount = cluster.nodes[0].mountpoint
     with pfs_away(cluster):
         (mount / "f").write_bytes(os.urandom(3 * MIB))
+        until("its digest is known", lambda: xattr(mount / "f", "digest") is not None)
         cluster.kill(0)
         (staged,) = [p for p in cluster.nodes[0].staging.rglob("files/*") if p.stat().st_size == 3 * MIB]
         flip(staged, 2 * MIB + 1)
