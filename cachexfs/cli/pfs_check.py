@@ -12,6 +12,7 @@ import errno
 import os
 import secrets
 import stat
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
@@ -23,6 +24,7 @@ from cachexfs.config import PFS_ID, MountOptions
 from cachexfs.errors import CannotTellError, UsageError
 
 PFS_TIMEOUT_S = 10.0
+LINKS_TIMEOUT_S = 3.0
 STATE_DIR = ".cachexfs"
 TOKEN_CHARS = 32
 TOKEN_BYTES_MAX = 64
@@ -50,8 +52,14 @@ class Look:
 def check_no_mount(pfs: str) -> None:
     """Refuse a CacheX FS mount as the PFS of another: what is durable there is only on its way. Raises ``UsageError``.
 
-    The kernel tells; nothing in that mount is touched.
+    The kernel tells; nothing in that mount is touched. A PFS that does not answer, which symbolic links are asked of,
+    is taken for none.
     """
+    with suppress(TimeoutError, OSError):
+        run_in_child(partial(_refuse_mount, pfs), LINKS_TIMEOUT_S)
+
+
+def _refuse_mount(pfs: str) -> None:
     if (found := mounts.find(pfs)) is not None:
         raise UsageError(
             f"the PFS directory '{pfs}' lies in the CacheX FS mount {found.mount.mountpoint}: give the directory that "

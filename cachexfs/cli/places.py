@@ -16,7 +16,7 @@ from cachexfs.cli.mounts import is_below
 from cachexfs.config import MountOptions
 from cachexfs.errors import UsageError
 
-LOOK_TIMEOUT_S = 10.0
+LOOK_TIMEOUT_S = 3.0
 IN_MEMORY = ("tmpfs", "ramfs")
 
 
