@@ -19,7 +19,7 @@ OPEN_SUFFIX = ".open"
 OPEN_FILES_MAX = 8  # asked at every creation
 PIECE_BYTES = 2 << 20  # a huge page: what memory is worth keeping in, and is given up in
 #: Half a huge page, which the kernel splits for it: freed whole, it would wait on a list of its own for the next huge
-#: page, and who takes small pages, as the page cache does, would touch new memory (measured: 0.35 GB/s for 2.5).
+#: page, and who takes small pages, as the page cache does, would touch new memory (``bench_mount.py --only read``).
 SMALL_PIECE_BYTES = PIECE_BYTES // 2
 
 

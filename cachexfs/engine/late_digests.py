@@ -1,6 +1,6 @@
 """Digests that a close did not wait for: they are told as soon as they are known.
 
-Role: hashing takes a sixth of the time of writing by the handler, and nobody needs it before the bytes leave this node.
+Role: hashing is a part of the time of writing by the handler, and nobody needs it before the bytes leave this node.
 ``Publishing`` adds a content that it has published without digests; replication begins when it sees them, the copy to
 the PFS waits for them here. What the daemon still owed when it died, the next one makes up for (``recover``). Passed
 files are not here: their bytes may change until the last of their writers has gone.
